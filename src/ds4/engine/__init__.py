@@ -1,0 +1,7 @@
+"""Batched steps over sessions, and the history of each conversation."""
+
+from ds4.engine.engine import Engine, EngineConfig
+from ds4.engine.sampling import Sampler, Sampling
+from ds4.engine.session import Session
+
+__all__ = ["Engine", "EngineConfig", "Sampler", "Sampling", "Session"]

@@ -1,0 +1,211 @@
+"""The engine: one model, many sessions, one batch a step. It sees token ids only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ds4.engine.checkpoints import CheckpointBudget, CheckpointLike
+from ds4.errors import Ds4Error
+from ds4.gguf.shape import Shape
+from ds4.model.deepseek_v4 import DeepseekV4, Edits, Slice, Taps
+from ds4.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ds4.engine.session import Session
+
+Wanted = Literal["last", "all", "none"]
+"""The positions of each item whose logits a step returns."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs.
+
+    Attributes:
+        context: most tokens of a session; None: what the model file says.
+        prefill_chunk: most tokens of one session evaluated in one step of a prefill.
+        checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
+        checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this.
+    """
+
+    context: int | None = None
+    prefill_chunk: int = 512
+    checkpoint_bytes: int = 1 << 30
+    checkpoint_interval: int = 128
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 1:
+            raise Ds4Error(f"the context must be at least 1 token, not {self.context}")
+        if self.prefill_chunk < 1:
+            raise Ds4Error(f"the prefill chunk must be at least 1 token, not {self.prefill_chunk}")
+        if self.checkpoint_bytes < 0:
+            raise Ds4Error(f"the checkpoint budget cannot be negative ({self.checkpoint_bytes} bytes)")
+
+
+class State(Protocol):
+    """The state of one sequence as a session uses it (see `ds4.model.cache.SequenceState`)."""
+
+    length: int
+
+    def can_truncate(self, length: int) -> bool: ...
+
+    def truncate(self, length: int) -> None: ...
+
+    def fork(self) -> Any: ...
+
+    def checkpoint(self, logits: Tensor | None = None) -> CheckpointLike: ...
+
+    def restore(self, checkpoint: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def spoil(self) -> None: ...
+
+    def export(self, start: int = 0) -> Any: ...
+
+    def import_state(self, exported: Any) -> None: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Runner(Protocol):
+    """What evaluates tokens: the real model, or a scripted one in tests of clients."""
+
+    shape: Shape
+
+    def new_state(self) -> State:
+        """The state of an empty sequence."""
+        ...
+
+    def evaluate(
+        self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
+    ) -> list[Tensor | None]:
+        """Evaluate the next tokens of each state and move it on; logits per item, [vocab] or [tokens, vocab]."""
+        ...
+
+
+class ModelRunner:
+    """A `Runner` over the V4 graph."""
+
+    def __init__(self, model: DeepseekV4) -> None:
+        self.model = model
+        self.shape = model.shape
+
+    def new_state(self) -> State:
+        """The state of an empty sequence."""
+        return self.model.new_state()
+
+    def evaluate(
+        self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
+    ) -> list[Tensor | None]:
+        """See `Runner`. If the step breaks off, its states can only go back to a checkpoint."""
+        rows: list[int] = []
+        counts, start = [], 0
+        for (_, ids), want in zip(batch, wanted, strict=True):
+            end = start + len(ids)
+            chosen = {"last": [end - 1], "all": list(range(start, end)), "none": []}[want]
+            rows += chosen
+            counts.append(len(chosen))
+            start = end
+        try:
+            output = self.model.forward(
+                [Slice(state, torch.tensor(ids, dtype=torch.int64)) for state, ids in batch],
+                wanted=torch.tensor(rows) if rows else None,
+                taps=taps,
+                edits=edits,
+            )
+        except BaseException:
+            for state, _ in batch:
+                state.spoil()
+            raise
+        for state, ids in batch:
+            state.advance(len(ids))
+        if output.logits is None:
+            return [None] * len(batch)
+        parts = output.logits.split(counts)
+        return [
+            None if want == "none" else part[0] if want == "last" else part
+            for part, want in zip(parts, wanted, strict=True)
+        ]
+
+
+class Engine:
+    """Sessions over one model.
+
+    Attributes:
+        shape: the model's sizes.
+        tokenizer: None for a model made from tensors without one.
+        context: most tokens of a session.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.runner = runner
+        self._tensors = tensors
+        self.shape = runner.shape
+        self.config = config or EngineConfig()
+        self._tokenizer = tokenizer
+        self.context = min(self.config.context or self.shape.context, self.shape.context)
+        self.checkpoint_budget = CheckpointBudget(self.config.checkpoint_bytes)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises `Ds4Error` if the model came without one."""
+        if self._tokenizer is None:
+            raise Ds4Error("this model has no tokenizer: give one to from_tensors, or work with token ids")
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if `tokenizer` can be used."""
+        return self._tokenizer is not None
+
+    def session(self) -> Session:
+        """A new, empty session."""
+        from ds4.engine.session import Session
+
+        return Session(self)
+
+    def step(
+        self,
+        batch: Sequence[tuple[Session, Sequence[int]]],
+        logits: Wanted = "last",
+        *,
+        taps: Taps | None = None,
+        edits: Edits | None = None,
+    ) -> list[Tensor | None]:
+        """Evaluate the next 1..n tokens of each session in one batch.
+
+        Args:
+            batch: (session, ids) pairs, each session once.
+            logits: positions whose logits come back; the last one's also become `session.logits`.
+
+        Returns:
+            per item float32 [vocab] ("last"), [tokens, vocab] ("all") or None ("none").
+
+        Raises:
+            Ds4Error: an id outside the vocabulary, no ids, a session twice, or more tokens than the context.
+        """
+        for session, ids in batch:
+            session.check(ids)
+        if len({id(session) for session, _ in batch}) != len(batch):
+            raise Ds4Error("a session can stand in a batch only once")
+        items = [(session.state, list(ids)) for session, ids in batch]
+        results = self.runner.evaluate(items, [logits] * len(items), taps, edits)
+        for (session, _), (_, ids), result in zip(batch, items, results, strict=True):
+            last = None if result is None else result if result.dim() == 1 else result[-1]
+            session.evaluated(ids, last)
+        return results

@@ -1,0 +1,224 @@
+"""Ways to get an engine: a GGUF file, tensors in memory, a transformers model."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds4.engine.engine import Engine, EngineConfig, ModelRunner
+from ds4.errors import Ds4Error
+from ds4.gguf.file import open_model
+from ds4.gguf.shape import Shape
+from ds4.model.deepseek_v4 import DeepseekV4, IndexSelection
+from ds4.model.weights import FileSource, ModelWeights, TensorSource
+from ds4.tokenizer import Tokenizer
+
+EMBEDDED_MODEL = "ds4-tiny.gguf"
+
+
+def embedded_model_path() -> Path:
+    """The file of the small model that comes with the package."""
+    path = Path(str(importlib.resources.files("ds4") / "data" / EMBEDDED_MODEL))
+    if not path.is_file():
+        raise Ds4Error(f"the embedded model is missing from this installation ({path}); give a model file")
+    return path
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    qat_sim: bool | None = None,
+    *,
+    config: EngineConfig | None = None,
+    index_selection: IndexSelection = "topk",
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """An engine over a GGUF file.
+
+    Args:
+        path: the file; None: the small model that comes with the package.
+        device: "auto" or "cpu".
+        qat_sim: run the quantisation round trips the model was trained with. None: on, unless the file records otherwise.
+        config: context, prefill chunk, checkpoint budget.
+        index_selection: "topk" is the model; "random" and "all" measure what its indexer is worth.
+        progress: called with (bytes read, bytes in all) while the weights are read.
+
+    Raises:
+        FileFormatError: the file is not a model this engine runs. Ds4Error: device or options do not fit.
+    """
+    check_device(device)
+    file = open_model(embedded_model_path() if path is None else path)
+    recorded = bool(file.metadata.get("ds4.qat_sim", True))
+    tokenizer = Tokenizer.from_metadata(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None
+    weights = ModelWeights.load(FileSource(file, progress))
+    model = DeepseekV4(weights, recorded if qat_sim is None else qat_sim, index_selection)
+    return Engine(ModelRunner(model), tokenizer, config)
+
+
+def from_tensors(
+    shape: Shape,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    device: str = "cpu",
+    qat_sim: bool = True,
+    *,
+    config: EngineConfig | None = None,
+) -> Engine:
+    """An engine over tensors in memory, under their GGUF names and in torch's order of dimensions ([out, in]).
+
+    Raises:
+        Ds4Error: a tensor is missing or has another shape than `shape` says; or `device` or `qat_sim` do not fit.
+    """
+    check_device(device)
+    from ds4.gguf.shape import expected_tensors
+
+    for name, spec in expected_tensors(shape).items():
+        if name not in tensors:
+            raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")
+        if tuple(tensors[name].shape) != spec.dims[::-1]:
+            raise Ds4Error(f"tensor {name} has shape {tuple(tensors[name].shape)}, but {spec.dims[::-1]} is needed")
+    model = DeepseekV4(ModelWeights.load(TensorSource(shape, tensors)), qat_sim)
+    return Engine(ModelRunner(model), tokenizer, config, tensors=dict(tensors))
+
+
+def from_transformers(
+    model: Any,
+    device: str = "cpu",
+    qat_sim: bool = False,
+    *,
+    tokenizer: Tokenizer | None = None,
+    config: EngineConfig | None = None,
+) -> Engine:
+    """An engine over the weights of a transformers `DeepseekV4ForCausalLM` of any size."""
+    shape = shape_from_transformers(model.config)
+    return from_tensors(shape, tensors_from_transformers(model, shape), tokenizer, device, qat_sim, config=config)
+
+
+def check_device(device: str) -> None:
+    """Raise `Ds4Error` for a device that this version does not run on."""
+    if device not in ("auto", "cpu"):
+        raise Ds4Error(f"device {device!r} is not available: this version runs on the CPU (device='cpu' or 'auto')")
+
+
+def shape_from_transformers(config: Any) -> Shape:
+    """The shape that a transformers `DeepseekV4Config` describes."""
+    sparse = int(config.compress_rates["compressed_sparse_attention"])
+    dense = int(config.compress_rates["heavily_compressed_attention"])
+    by_type = {"sliding_attention": 0, "compressed_sparse_attention": sparse, "heavily_compressed_attention": dense}
+    layers = int(config.num_hidden_layers)
+    hashed = sum(1 for kind in config.mlp_layer_types if kind == "hash_moe")
+    plain, yarn = config.rope_parameters["main"], config.rope_parameters["compress"]
+    return Shape(
+        name="custom",
+        layers=layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        rope_dim=round(config.head_dim * float(yarn.get("partial_rotary_factor", 1.0))),
+        q_lora_rank=config.q_lora_rank,
+        o_groups=config.o_groups,
+        o_lora_rank=config.o_lora_rank,
+        window=config.sliding_window,
+        ratios=tuple(by_type[kind] for kind in config.layer_types[:layers]),
+        index_heads=config.index_n_heads,
+        index_dim=config.index_head_dim,
+        index_top_k=config.index_topk,
+        experts=config.n_routed_experts,
+        experts_used=config.num_experts_per_tok,
+        expert_hidden=config.moe_intermediate_size,
+        route_scale=config.routed_scaling_factor,
+        hash_layers=hashed,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        sparse_ratio=sparse,
+        swiglu_clamp=config.swiglu_limit,
+        hc_streams=config.hc_mult,
+        sinkhorn_iterations=config.hc_sinkhorn_iters,
+        hc_eps=config.hc_eps,
+        rms_eps=config.rms_norm_eps,
+        rope_base=plain["rope_theta"],
+        compress_rope_base=yarn["rope_theta"],
+        yarn_factor=yarn.get("factor", 1.0),
+        yarn_original_context=yarn.get("original_max_position_embeddings", config.max_position_embeddings),
+        yarn_beta_fast=yarn.get("beta_fast", 32.0),
+        yarn_beta_slow=yarn.get("beta_slow", 1.0),
+    )
+
+
+_LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_norm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_proj.weight": "attn_kv.weight",
+    "self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.o_a_proj.weight": "attn_output_a.weight",
+    "self_attn.o_b_proj.weight": "attn_output_b.weight",
+    "self_attn.compressor.indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
+    "self_attn.compressor.indexer.scorer.weights_proj.weight": "indexer.proj.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+for _kind in ("attn", "ffn"):
+    for _part in ("fn", "base", "scale"):
+        _LAYER_NAMES[f"{_kind}_hc.{_part}"] = f"hc_{_kind}_{_part}.weight"
+for _theirs, _ours in (("compressor", "attn_compressor"), ("compressor.indexer", "indexer_compressor")):
+    for _their_part, _our_part in (
+        ("kv_proj.weight", "kv"),
+        ("gate_proj.weight", "gate"),
+        ("position_bias", "ape"),
+        ("kv_norm.weight", "norm"),
+    ):
+        _LAYER_NAMES[f"self_attn.{_theirs}.{_their_part}"] = f"{_ours}_{_our_part}.weight"
+
+_TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.hc_head.hc_fn": "output_hc_fn.weight",
+    "model.hc_head.hc_base": "output_hc_base.weight",
+    "model.hc_head.hc_scale": "output_hc_scale.weight",
+}
+
+
+def tensors_from_transformers(model: Any, shape: Shape) -> dict[str, Tensor]:
+    """The tensors of a transformers model under their GGUF names.
+
+    Raises:
+        Ds4Error: the model has a tensor that the V4 graph does not have.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, value in {**dict(model.named_buffers()), **dict(model.named_parameters())}.items():
+        value = value.detach()
+        if name in _TOP_NAMES:
+            tensors[_TOP_NAMES[name]] = value
+            continue
+        if not name.startswith("model.layers."):
+            if "rotary" in name or "inv_freq" in name:
+                continue
+            raise Ds4Error(f"tensor {name} of the transformers model has no place in the V4 graph")
+        layer, part = name.removeprefix("model.layers.").split(".", 1)
+        prefix = f"blk.{layer}."
+        if part == "mlp.experts.gate_up_proj":
+            gate, up = value.chunk(2, dim=1)
+            tensors[prefix + "ffn_gate_exps.weight"] = gate.contiguous()
+            tensors[prefix + "ffn_up_exps.weight"] = up.contiguous()
+        elif part in _LAYER_NAMES:
+            target = _LAYER_NAMES[part]
+            tensors[prefix + target] = value.to(torch.int32) if "tid2eid" in target else value
+        elif "inv_freq" not in part:
+            raise Ds4Error(f"tensor {name} of the transformers model has no place in the V4 graph")
+    return tensors

@@ -1,0 +1,285 @@
+"""One conversation: its tokens, its state, and the ways back in its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ds4.engine.checkpoints import CheckpointList
+from ds4.engine.sampling import Sampler, Sampling
+from ds4.errors import ContextOverflowError, Ds4Error
+
+if TYPE_CHECKING:
+    from ds4.engine.engine import Engine, State
+
+MAX_TURN_CUTS = 8
+"""Turn boundaries at which one prefill stops for a checkpoint: the last ones are those that clients come back to."""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two token lists."""
+    n, step = min(len(a), len(b)), 4096
+    for start in range(0, n, step):
+        end = min(start + step, n)
+        if a[start:end] != b[start:end]:
+            return next(i for i in range(start, end) if a[i] != b[i])
+    return n
+
+
+class Session:
+    """Tokens and state of one conversation.
+
+    Attributes:
+        tokens: the evaluated tokens; do not change the list.
+        pending: the token that was sampled last and is not evaluated yet, or None.
+        reused, recomputed: tokens that the last `sync` or `rewind` took over from the state, and that it evaluated.
+    """
+
+    def __init__(self, engine: Engine, state: State | None = None) -> None:
+        self.engine = engine
+        self.state: State = engine.runner.new_state() if state is None else state
+        self.tokens: list[int] = []
+        self.pending: int | None = None
+        self.reused = 0
+        self.recomputed = 0
+        self.checkpoints = CheckpointList()
+        self._logits: Tensor | None = None
+        engine.checkpoint_budget.register(self.checkpoints)
+
+    # -- going forward ------------------------------------------------------------------------------------------------
+
+    def sync(
+        self,
+        ids: Sequence[int],
+        *,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> bool:
+        """Make the session hold exactly `ids`, evaluating only what differs from what it holds.
+
+        Args:
+            ids: the whole prompt.
+            chunk: tokens per step; chunks end at multiples of it. Default: the engine's `prefill_chunk`.
+            progress: called with (tokens in the state, tokens of the prompt) after each chunk.
+            cancelled: asked before each chunk; if it returns True the session stops there, as a shorter valid one.
+            boundaries: positions that get a checkpoint; by default those behind the last `<｜Assistant｜>` tokens, where a
+                later prompt may go on with the other think marker.
+
+        Returns:
+            True, or False if cancelled.
+
+        Raises:
+            ContextOverflowError: the prompt does not fit the context. Ds4Error: no tokens, or unknown ids.
+        """
+        ids = list(ids)
+        if not ids:
+            raise Ds4Error("a prompt needs at least one token")
+        if len(ids) >= self.engine.context:
+            raise ContextOverflowError(len(ids), self.engine.context)
+        self._check_ids(ids)
+        self.pending = None
+        shared = common_prefix(self.tokens, ids)
+        if not (shared == len(self.tokens) == len(ids) and self._logits is not None):
+            self._go_back(shared if shared < len(ids) else len(ids), needs_logits=shared == len(ids))
+        self.reused, self.recomputed = len(self.tokens), 0
+        return self._extend(ids, chunk or self.engine.config.prefill_chunk, progress, cancelled, boundaries)
+
+    def _extend(
+        self,
+        ids: list[int],
+        chunk: int,
+        progress: Callable[[int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
+        boundaries: Sequence[int] | None,
+    ) -> bool:
+        cuts = self._turn_boundaries(ids) if boundaries is None else sorted(boundaries)
+        cuts = [c for c in cuts if len(self.tokens) < c < len(ids)][-MAX_TURN_CUTS:]
+        while len(self.tokens) < len(ids):
+            if cancelled is not None and cancelled():
+                return False
+            start = len(self.tokens)
+            end = min(start - start % chunk + chunk, len(ids), *cuts[:1])
+            self.engine.step([(self, ids[start:end])], "last" if end == len(ids) else "none")
+            self.recomputed += end - start
+            if cuts and end == cuts[0]:
+                cuts.pop(0)
+                self._keep_checkpoint(wanted=True)
+            if progress is not None:
+                progress(end, len(ids))
+        return True
+
+    def _turn_boundaries(self, ids: list[int]) -> list[int]:
+        if not self.engine.has_tokenizer:
+            return []
+        assistant = self.engine.tokenizer.assistant
+        return [i + 1 for i in range(len(self.tokens), len(ids)) if ids[i] == assistant]
+
+    def step(self, token: int) -> Tensor:
+        """Evaluate one token; the logits after it, float32 [vocab]."""
+        self.engine.step([(self, [token])])
+        return self.logits
+
+    def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[bytes]:
+        """Sample up to `max_tokens` tokens, yielding the bytes of each; ends after the end-of-sequence token.
+
+        The last sampled token stays `pending`: the next `sync` or `generate` evaluates it.
+        """
+        sampler, tokenizer = Sampler(sampling), self.engine.tokenizer
+        for _ in range(max_tokens):
+            if self.pending is not None:
+                self.step(self.pending)
+            token = sampler.sample(self.logits)
+            self.pending = token
+            if token == tokenizer.eos:
+                return
+            yield tokenizer.token_bytes(token)
+            if len(self.tokens) + 1 >= self.engine.context:
+                return
+
+    # -- going back -----------------------------------------------------------------------------------------------------
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of the next token, float32 [vocab]; after a cut the last token is evaluated again for them."""
+        if self._logits is None:
+            if not self.tokens:
+                raise Ds4Error("an empty session has no logits: sync a prompt first")
+            pending, tokens = self.pending, list(self.tokens)
+            self._go_back(len(tokens), needs_logits=True)
+            self._extend(tokens, self.engine.config.prefill_chunk, None, None, ())
+            self.pending = pending
+        assert self._logits is not None
+        return self._logits
+
+    def rewind(self, length: int) -> None:
+        """Cut the session to its first `length` tokens, from the nearest checkpoint before them.
+
+        What lies between the checkpoint and `length` is evaluated again; `recomputed` counts it.
+        """
+        self._check_length(length)
+        tokens = self.tokens[:length]
+        self.pending = None
+        self._go_back(length, needs_logits=False)
+        self.reused, self.recomputed = len(self.tokens), 0
+        self._extend(tokens, self.engine.config.prefill_chunk, None, None, ())
+
+    def truncate(self, length: int) -> None:
+        """Cut off up to 16 tokens (`ds4.model.cache.FREE_TRUNCATION`) at no cost.
+
+        Raises:
+            Ds4Error: the state does not reach that far back; `rewind` does.
+        """
+        self._check_length(length)
+        self.pending = None
+        if length == len(self.tokens):
+            return
+        if not self.state.can_truncate(length) or len(self.tokens) - length > 16:
+            raise Ds4Error(
+                f"cannot truncate a session of {len(self.tokens)} tokens to {length}: only the last 16 tokens since the"
+                " last rewind can be cut off; use rewind"
+            )
+        self._cut(length)
+
+    def checkpoint(self) -> None:
+        """Keep a way back to the present position."""
+        self._keep_checkpoint(wanted=True)
+
+    def fork(self) -> Session:
+        """An equal session of its own; what both hold is shared."""
+        other = Session(self.engine, self.state.fork())
+        other.tokens, other.pending, other._logits = list(self.tokens), self.pending, self._logits
+        other.checkpoints = self.checkpoints.copy()
+        self.engine.checkpoint_budget.register(other.checkpoints)
+        self.engine.checkpoint_budget.enforce()
+        return other
+
+    def close(self) -> None:
+        """Give the memory back; the session must not be used again."""
+        self.state.release()
+        self.checkpoints.clear()
+        self.tokens, self.pending, self._logits = [], None, None
+
+    def _go_back(self, length: int, needs_logits: bool) -> None:
+        """Go to the longest state of at most `length` tokens that can be had without evaluating.
+
+        With `needs_logits`, a state of exactly `length` tokens must come with its logits.
+        """
+        exact = self.checkpoints.at(length) if length < len(self.tokens) else None
+        if not needs_logits or (exact is not None and exact.logits is not None):
+            target = length
+        elif length == len(self.tokens) and self._logits is not None:
+            return
+        else:
+            target = length - 1
+        if target == len(self.tokens) == self.state.length and self.state.can_truncate(target):
+            return
+        if self.state.can_truncate(target) and exact is None:
+            self._cut(target)
+            return
+        checkpoint = self.checkpoints.best(target)
+        if checkpoint is None:
+            self.state.reset()
+            self._forget(0)
+        else:
+            self.state.restore(checkpoint)
+            self._forget(checkpoint.length)
+            self._logits = checkpoint.logits
+
+    def _cut(self, length: int) -> None:
+        self.state.truncate(length)
+        self._forget(length)
+
+    def _forget(self, length: int) -> None:
+        del self.tokens[length:]
+        self.checkpoints.drop_above(length)
+        self._logits = None
+
+    # -- moving a session -------------------------------------------------------------------------------------------------
+
+    def export(self, start: int = 0) -> Any:
+        """The state from token `start` on as data (`ds4.model.cache.ExportedState`); tokens are the caller's to keep."""
+        return self.state.export(start)
+
+    def import_state(self, tokens: Sequence[int], exported: Any) -> None:
+        """Continue with an exported state whose tokens are `tokens`; this session must hold those before its start."""
+        self.state.import_state(exported)
+        self.checkpoints.drop_above(common_prefix(self.tokens, list(tokens)))
+        self.tokens, self.pending, self._logits = list(tokens), None, exported.checkpoint.logits
+        self.checkpoints.add(exported.checkpoint, wanted=True)
+
+    # -- called by the engine ---------------------------------------------------------------------------------------------
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raise `Ds4Error` if these cannot be the session's next tokens."""
+        if not ids:
+            raise Ds4Error("a step needs at least one token of each session")
+        self._check_ids(ids)
+        if len(self.tokens) + len(ids) > self.engine.context:
+            raise ContextOverflowError(len(self.tokens) + len(ids), self.engine.context)
+
+    def evaluated(self, ids: Sequence[int], logits: Tensor | None) -> None:
+        """The state has taken these tokens."""
+        self.tokens += ids
+        self.pending = None
+        self._logits = logits
+        interval = self.engine.config.checkpoint_interval
+        if interval and len(self.tokens) % interval == 0:
+            self._keep_checkpoint(wanted=False)
+
+    def _keep_checkpoint(self, wanted: bool) -> None:
+        self.checkpoints.add(self.state.checkpoint(self._logits), wanted)
+        self.engine.checkpoint_budget.enforce()
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.engine.shape.vocab:
+            wrong = low if low < 0 else high
+            raise Ds4Error(f"token id {wrong} is not in the vocabulary (0 to {self.engine.shape.vocab - 1})")
+
+    def _check_length(self, length: int) -> None:
+        if not 0 <= length <= len(self.tokens):
+            raise Ds4Error(f"cannot go back to {length} tokens: the session holds {len(self.tokens)}")

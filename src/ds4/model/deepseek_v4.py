@@ -1,0 +1,290 @@
+"""The V4 graph.
+
+Reads like its description: blocks of attention and mixture of experts between hyper-connections, in the description's
+names and order. Everything that depends on the device is in `ds4.ops`, everything that lasts beyond a step in
+`ds4.model.cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds4 import ops
+from ds4.gguf.shape import Shape
+from ds4.model.cache import KVCache, SequenceState
+from ds4.model.weights import Compressor, HyperConnection, LayerWeights, ModelWeights
+
+IndexSelection = Literal["topk", "random", "all"]
+"""How sparse layers choose their rows: by the indexer; or, to measure what the indexer is worth, at random or all."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The next tokens of one sequence: ids int64 [tokens]."""
+
+    state: SequenceState
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Functions that are shown intermediate values; they must not change them.
+
+    Attributes:
+        stream: (layer, streams [tokens, streams, hidden]) after each block.
+        router: (layer, chosen experts [tokens, k], weights [tokens, k]).
+        expert_input: (layer, x [tokens, hidden]), what the router and the experts of a layer see.
+    """
+
+    stream: Callable[[int, Tensor], None] | None = None
+    router: Callable[[int, Tensor, Tensor], None] | None = None
+    expert_input: Callable[[int, Tensor], None] | None = None
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Functions that change what a sublayer adds to the streams: (layer, y [tokens, hidden]) -> y."""
+
+    attention: Callable[[int, Tensor], Tensor] | None = None
+    ffn: Callable[[int, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step leaves.
+
+    Attributes:
+        hidden: the streams after the last layer that ran, float32 [tokens, streams, hidden].
+        logits: float32 [wanted rows, vocab], or None if the head did not run.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of a step share. Rows are padded up to a whole number of row blocks."""
+
+    slices: Sequence[Slice]
+    starts: Sequence[int]  # first row of each slice
+    ids: Tensor  # int64 [rows]
+    plain_rope: tuple[Tensor, Tensor]
+    yarn_rope: tuple[Tensor, Tensor]
+
+
+class DeepseekV4:
+    """A DeepSeek V4 model of any shape.
+
+    Args:
+        qat_sim: run the quantisation round trips that the model was trained with (V4 graph, Quantisation simulation).
+        index_selection: see `IndexSelection`; "topk" is the model.
+    """
+
+    def __init__(self, weights: ModelWeights, qat_sim: bool, index_selection: IndexSelection = "topk") -> None:
+        self.shape: Shape = weights.shape
+        self.weights = weights
+        self.qat_sim = qat_sim
+        self.index_selection = index_selection
+        layers = sorted(weights.layers)
+        self.layers = range(layers[0], layers[-1] + 1)
+        self.cache = KVCache(self.shape, qat_sim, self.layers)
+        s = self.shape
+        self._plain_rope = ops.Rope.plain(s.rope_dim, s.rope_base)
+        self._yarn_rope = ops.Rope.yarn(
+            s.rope_dim, s.compress_rope_base, s.yarn_factor, s.yarn_original_context, s.yarn_beta_fast, s.yarn_beta_slow
+        )
+
+    def new_state(self) -> SequenceState:
+        """The state of an empty sequence."""
+        return self.cache.new_state()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Sequence[Slice],
+        *,
+        first_layer: int | None = None,
+        last_layer: int | None = None,
+        hidden: Tensor | None = None,
+        wanted: Tensor | None = None,
+        taps: Taps | None = None,
+        edits: Edits | None = None,
+    ) -> Output:
+        """Run the next tokens of each sequence through layers first_layer .. last_layer (inclusive).
+
+        The states take the new rows, but their length is only moved on by `SequenceState.advance`.
+
+        Args:
+            batch: one or more sequences, each once; their rows stand one behind the other.
+            first_layer, last_layer: a slice of this model's layers, all by default.
+            hidden: the streams before first_layer, float32 [tokens, streams, hidden]; needed unless it is layer 0.
+            wanted: int64, the rows whose logits are wanted (all sequences' rows numbered through); None for none. Only
+                after the model's last layer.
+        """
+        first = self.layers.start if first_layer is None else first_layer
+        last = self.layers.stop - 1 if last_layer is None else last_layer
+        step = self._step(batch)
+        tokens = sum(s.ids.shape[0] for s in batch)
+        if hidden is None:
+            x = ops.embed(self.weights.embedding, step.ids, self.shape.hc_streams)
+        else:
+            x = ops.pad_rows(hidden)
+        for s in batch:
+            s.state.prepare(s.ids.shape[0])
+        for layer in range(first, last + 1):
+            x = self._block(layer, x, step, taps or Taps(), edits or Edits())
+            if taps and taps.stream:
+                taps.stream(layer, x[:tokens])
+        logits = None
+        if wanted is not None:
+            logits = self._head(x[wanted])
+        return Output(x[:tokens], logits)
+
+    def _step(self, batch: Sequence[Slice]) -> _Step:
+        starts, ids, positions, row = [], [], [], 0
+        for s in batch:
+            starts.append(row)
+            ids.append(s.ids)
+            positions.append(torch.arange(s.state.length, s.state.length + s.ids.shape[0]))
+            row += s.ids.shape[0]
+        place = ops.pad_rows(torch.cat(positions))
+        return _Step(batch, starts, ops.pad_rows(torch.cat(ids)), self._plain_rope.at(place), self._yarn_rope.at(place))
+
+    # -- the block (Top level) -----------------------------------------------------------------------------------------
+
+    def _block(self, layer: int, x: Tensor, step: _Step, taps: Taps, edits: Edits) -> Tensor:
+        w, eps = self.weights.layers[layer], self.shape.rms_eps
+        h, post, comb = self._hc_pre(x, w.hc_attn)
+        y = self._attention(layer, ops.rms_norm(h, w.attn_norm, eps), step)
+        x = ops.hc_post(edits.attention(layer, y) if edits.attention else y, x, post, comb)
+        h, post, comb = self._hc_pre(x, w.hc_ffn)
+        y = self._moe(layer, ops.rms_norm(h, w.ffn_norm, eps), step, taps)
+        return ops.hc_post(edits.ffn(layer, y) if edits.ffn else y, x, post, comb)
+
+    def _hc_pre(self, x: Tensor, w: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
+        s = self.shape
+        return ops.hc_pre(x, w.fn, w.scale, w.base, s.sinkhorn_iterations, s.hc_eps, s.rms_eps)
+
+    def _head(self, x: Tensor) -> Tensor:
+        w, s = self.weights, self.shape
+        h = ops.hc_collapse(x, w.hc_head.fn, w.hc_head.scale, w.hc_head.base, s.hc_eps, s.rms_eps)
+        return w.output(ops.rms_norm(h, w.output_norm, s.rms_eps))
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _attention(self, layer: int, x: Tensor, step: _Step) -> Tensor:
+        w, s = self.weights.layers[layer], self.shape
+        cos, sin = step.yarn_rope if s.ratios[layer] else step.plain_rope
+        qr = ops.rms_norm(w.q_a(x), w.q_a_norm, s.rms_eps)
+        q = ops.rms_norm(w.q_b(qr).unflatten(1, (s.heads, s.head_dim)), None, s.rms_eps)
+        q = ops.apply_rope(q, cos, sin)
+        kv = ops.apply_rope(ops.rms_norm(w.kv(x), w.kv_norm, s.rms_eps), cos, sin)
+        chooser = self._compress(layer, x, qr, (cos, sin), step)
+
+        out = torch.zeros_like(q)
+        for i, (part, start) in enumerate(zip(step.slices, step.starts, strict=True)):
+            rows = slice(start, start + part.ids.shape[0])
+            window, prior = part.state.window(layer, kv[rows])
+            # Row j of `window` is at position length - prior + j; a query at row prior + i sees `window` rows up to itself.
+            first = torch.arange(prior - s.window + 1, prior - s.window + 1 + part.ids.shape[0])
+            compressed, chosen = chooser(i, rows) if chooser else (None, None)
+            out[rows] = ops.attention(q[rows], window, first, compressed, chosen, w.sinks, s.window)
+        out = ops.apply_rope(out, cos, sin, inverse=True)
+        return w.output_b(w.project_output(out.reshape(x.shape[0], s.o_groups, -1)))
+
+    # -- compressor and indexer ------------------------------------------------------------------------------------------
+
+    def _compress(
+        self, layer: int, x: Tensor, qr: Tensor, rope: tuple[Tensor, Tensor], step: _Step
+    ) -> Callable[[int, slice], tuple[Tensor | None, Tensor | None]] | None:
+        """Store the compressed rows that this step completes; return what chooses the rows of a slice's queries."""
+        w, s = self.weights.layers[layer], self.shape
+        if w.compressor is None:
+            return None
+        self._emit_rows(layer, "rows", w.compressor, x, step)
+        if w.indexer is None:
+            return lambda i, rows: self._every_row(layer, step.slices[i])
+        self._emit_rows(layer, "keys", w.indexer.compressor, x, step)
+
+        iq = ops.apply_rope(w.indexer.q_b(qr).unflatten(1, (s.index_heads, s.index_dim)), *rope)
+        if self.qat_sim:
+            iq = ops.fp4_round_trip(ops.hadamard(iq))
+        weight = w.indexer.proj(x) * (s.index_dim**-0.5 * s.index_heads**-0.5)
+        return lambda i, rows: self._chosen_rows(layer, step.slices[i], iq[rows], weight[rows])
+
+    def _emit_rows(self, layer: int, kind: str, w: Compressor, x: Tensor, step: _Step) -> None:
+        s, ratio = self.shape, self.shape.ratios[layer]
+        k, z = w.kv(x), w.gate(x)
+        for part, start in zip(step.slices, step.starts, strict=True):
+            rows = slice(start, start + part.ids.shape[0])
+            phase = torch.arange(part.state.length, part.state.length + part.ids.shape[0]) % ratio
+            blocks = part.state.complete_blocks(layer, kind, k[rows], z[rows] + w.ape[phase])
+            if blocks is None:
+                continue
+            pooled = ops.pool_blocks(blocks[0], blocks[1], ratio, s.has_indexer(layer), first=blocks[3])
+            place = torch.arange(blocks[2], blocks[2] + pooled.shape[0]) * ratio
+            pooled = ops.apply_rope(ops.rms_norm(pooled, w.norm, s.rms_eps), *self._yarn_rope.at(place))
+            part.state.append(layer, kind, blocks[2], pooled)
+
+    def _visible(self, layer: int, part: Slice) -> Tensor:
+        """How many compressed rows each query may use: int64 [tokens]. The block that a token completes is included."""
+        start, ratio = part.state.length, self.shape.ratios[layer]
+        return torch.arange(start + 1, start + part.ids.shape[0] + 1) // ratio
+
+    def _every_row(self, layer: int, part: Slice) -> tuple[Tensor | None, Tensor | None]:
+        visible = self._visible(layer, part)
+        count = int(visible[-1])
+        if not count:
+            return None, None
+        index = torch.arange(count)
+        return part.state.rows(layer, "rows", index), torch.where(index < visible.unsqueeze(1), index, -1)
+
+    def _chosen_rows(self, layer: int, part: Slice, iq: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        visible = self._visible(layer, part)
+        k, count = self.shape.index_top_k, int(visible[-1])
+        if count <= k or self.index_selection == "all":
+            return self._every_row(layer, part)
+        index = torch.arange(k)
+        chosen = torch.where(index < visible.unsqueeze(1), index, -1)
+        late = visible > k  # the queries that have a choice
+        if self.index_selection == "random":
+            scores = self._random_scores(layer, part, count)[late]
+        else:
+            keys = part.state.rows(layer, "keys", torch.arange(count))
+            scores = ops.index_scores(iq[late], weight[late], keys)
+        chosen[late] = ops.select_rows(scores, visible[late], k)
+        used, place = torch.unique(chosen, return_inverse=True)
+        offset = 1 if used[0] < 0 else 0  # -1 sorts first
+        return part.state.rows(layer, "rows", used[offset:]), place - offset
+
+    def _random_scores(self, layer: int, part: Slice, count: int) -> Tensor:
+        scores = []
+        for i in range(part.ids.shape[0]):
+            generator = torch.Generator().manual_seed((part.state.length + i) * 1009 + layer)
+            scores.append(torch.rand(count, generator=generator))
+        return torch.stack(scores)
+
+    # -- mixture of experts ------------------------------------------------------------------------------------------------
+
+    def _moe(self, layer: int, x: Tensor, step: _Step, taps: Taps) -> Tensor:
+        w, s = self.weights.layers[layer], self.shape
+        tokens = step.starts[-1] + step.slices[-1].ids.shape[0]
+        if w.expert_table is not None:
+            chosen, weights = ops.route_by_hash(x, w.router, w.expert_table[step.ids], s.route_scale)
+        else:
+            assert w.router_bias is not None
+            chosen, weights = ops.route_by_score(x, w.router, w.router_bias, s.experts_used, s.route_scale)
+        if taps.expert_input:
+            taps.expert_input(layer, x[:tokens])
+        if taps.router:
+            taps.router(layer, chosen[:tokens], weights[:tokens])
+        gate, up = w.shared_gate_up
+        y = w.shared_down(ops.swiglu(torch.cat((gate(x), up(x)), dim=1), s.swiglu_clamp))
+        y[:tokens] += ops.routed_experts(x[:tokens], chosen[:tokens], weights[:tokens], w.experts, s.swiglu_clamp)
+        return y

@@ -1,0 +1,283 @@
+"""Session operations against a fresh prefill of the same tokens: equal to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds4
+from ds4.engine import EngineConfig
+from tests.helpers import SMALL, random_engine
+
+CONFIG = EngineConfig(prefill_chunk=32, checkpoint_interval=32)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["qat_sim", "exact"])
+def engine(request: pytest.FixtureRequest) -> ds4.Engine:
+    return random_engine(qat_sim=request.param, config=CONFIG)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(SMALL.vocab) for _ in range(n)]
+
+
+def fresh_logits(engine: ds4.Engine, ids: list[int]) -> torch.Tensor:
+    (logits,) = engine.step([(engine.session(), ids)])
+    assert logits is not None
+    return logits
+
+
+def assert_fresh(engine: ds4.Engine, session: ds4.Session) -> None:
+    assert torch.equal(session.logits, fresh_logits(engine, session.tokens))
+
+
+def test_rows_do_not_depend_on_their_company(engine: ds4.Engine) -> None:
+    ids = tokens(90)
+    (every,) = engine.step([(engine.session(), ids)], logits="all")
+    others = [engine.session() for _ in range(3)]
+    mixed = engine.session()
+    parts = []
+    for start in range(0, 90, 9):
+        batch = [(o, tokens(n, seed=start + n)) for o, n in zip(others, (1, 5, 20), strict=True)]
+        results = engine.step([*batch[:2], (mixed, ids[start : start + 9]), batch[2]], logits="all")
+        parts.append(results[2])
+    assert torch.equal(torch.cat(parts), every)
+    one_by_one = engine.session()
+    assert torch.equal(torch.stack([one_by_one.step(t) for t in ids]), every)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 130])
+def test_fork_checkpoint_rewind_at_every_kind_of_length(engine: ds4.Engine, length: int) -> None:
+    ids = tokens(200)
+    session = engine.session()
+    session.sync(ids[:length])
+    session.checkpoint()
+    fork = session.fork()
+    session.sync(ids)
+    fork.sync(ids[:length] + tokens(40, seed=9))
+    assert_fresh(engine, session)
+    assert_fresh(engine, fork)
+    session.rewind(length)
+    assert session.tokens == ids[:length]
+    assert (session.reused, session.recomputed) == (length, 0)
+    assert_fresh(engine, session)
+    session.sync(ids[:length] + tokens(50, seed=8))
+    assert session.reused == length
+    assert_fresh(engine, session)
+    assert_fresh(engine, fork)
+
+
+def test_a_rewind_starts_from_the_nearest_checkpoint(engine: ds4.Engine) -> None:
+    ids = tokens(150)
+    session = engine.session()
+    session.sync(ids)
+    lengths = session.checkpoints.lengths()
+    assert [n for n in lengths if n % CONFIG.checkpoint_interval == 0] == lengths
+    assert 96 in lengths
+    session.rewind(120)
+    assert (session.reused, session.recomputed) == (96, 24)
+    assert_fresh(engine, session)
+    session.rewind(32)
+    assert (session.reused, session.recomputed) == (32, 0)
+    session.rewind(10)  # before the first checkpoint: from nothing, and the counters say so
+    assert (session.reused, session.recomputed) == (0, 10)
+
+
+def test_an_edited_tail_is_all_that_is_evaluated(engine: ds4.Engine) -> None:
+    ids = tokens(100)
+    session = engine.session()
+    session.sync(ids)
+    session.sync(ids[:95] + tokens(30, seed=5))
+    assert (session.reused, session.recomputed) == (95, 30)  # the last 16 tokens can be cut off for free
+    assert_fresh(engine, session)
+    session.sync(session.tokens)
+    assert session.recomputed == 0
+    session.sync(session.tokens + [1])
+    assert session.recomputed == 1
+
+
+def test_truncation_is_free_up_to_16_tokens(engine: ds4.Engine) -> None:
+    ids = tokens(120)
+    for cut in range(1, 17):
+        session = engine.session()
+        session.sync(ids)
+        session.truncate(120 - cut)
+        assert_fresh(engine, session)
+        assert session.recomputed == 121 - 1 or session.tokens == ids[: 120 - cut]
+        session.sync(ids)
+        assert_fresh(engine, session)
+    session = engine.session()
+    session.sync(ids)
+    with pytest.raises(ds4.Ds4Error, match="use rewind"):
+        session.truncate(120 - 17)
+
+
+def test_truncating_twice_does_not_reach_further_than_the_rings(engine: ds4.Engine) -> None:
+    session = engine.session()
+    session.sync(tokens(100))
+    session.truncate(90)
+    with pytest.raises(ds4.Ds4Error, match="use rewind"):
+        session.truncate(80)
+    session.rewind(80)
+    assert_fresh(engine, session)
+
+
+def test_a_cancelled_prefill_is_a_shorter_valid_session(engine: ds4.Engine) -> None:
+    ids = tokens(100)
+    session = engine.session()
+    asked = itertools.count()
+    assert session.sync(ids, cancelled=lambda: next(asked) == 2) is False
+    assert session.tokens == ids[:64]
+    assert_fresh(engine, session)
+    seen: list[tuple[int, int]] = []
+    assert session.sync(ids, progress=lambda done, total: seen.append((done, total))) is True
+    assert session.reused == 64
+    assert seen[-1] == (100, 100)
+    assert_fresh(engine, session)
+
+
+def test_a_failed_step_leaves_the_session_usable(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tokens(120)
+    session = engine.session()
+    session.sync(ids[:70])
+    with monkeypatch.context() as patch:
+        model: Any = engine.runner
+        patch.setattr(model.model, "_moe", lambda *args: (_ for _ in ()).throw(MemoryError("no memory")))
+        with pytest.raises(MemoryError):
+            session.sync(ids)
+    session.sync(ids)
+    assert_fresh(engine, session)
+
+
+def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
+    ids = tokens(130)
+    session = engine.session()
+    session.sync(ids[:77])
+    other = engine.session()
+    other.import_state(ids[:77], session.export())
+    other.sync(ids)
+    assert other.reused == 77
+    assert_fresh(engine, other)
+    # Only what came since token 77, on top of a session that holds those.
+    session.sync(ids)
+    third = engine.session()
+    third.sync(ids[:77])
+    third.import_state(ids, session.export(77))
+    third.sync(ids + [3])
+    assert third.recomputed == 1
+    assert_fresh(engine, third)
+
+
+def test_pages_are_given_back(engine: ds4.Engine) -> None:
+    def used() -> int:
+        return sum(pool.used_pages for pool in engine.runner.model.cache.pools.values())  # type: ignore[attr-defined]
+
+    before = used()
+    session = engine.session()
+    session.sync(tokens(600))
+    fork = session.fork()
+    fork.sync(tokens(300) + tokens(300, seed=4))
+    assert used() > before
+    session.close()
+    fork.close()
+    assert used() == before
+
+
+def test_checkpoints_stay_within_their_budget() -> None:
+    engine = random_engine(config=EngineConfig(prefill_chunk=32, checkpoint_interval=32))
+    session = engine.session()
+    session.sync(tokens(64))
+    one = session.checkpoints.nbytes // 2
+    small = random_engine(config=EngineConfig(prefill_chunk=32, checkpoint_interval=32, checkpoint_bytes=6 * one))
+    session = small.session()
+    session.sync(tokens(1600))
+    lengths = session.checkpoints.lengths()
+    assert small.checkpoint_budget.used() <= 6 * one
+    assert len(lengths) >= 4
+    assert lengths[-1] == 1600
+    gaps = [b - a for a, b in itertools.pairwise(lengths)]
+    assert gaps == sorted(gaps, reverse=True)  # thinner the further back
+    assert_fresh(small, session)
+
+
+def test_errors_name_what_is_wrong(engine: ds4.Engine) -> None:
+    session = engine.session()
+    with pytest.raises(ds4.Ds4Error, match="at least one token"):
+        session.sync([])
+    with pytest.raises(ds4.Ds4Error, match="token id 64 is not in the vocabulary"):
+        session.sync([1, 64])
+    with pytest.raises(ds4.Ds4Error, match="token id -1"):
+        session.step(-1)
+    with pytest.raises(ds4.ContextOverflowError, match="Prompt has 4096 tokens, but the configured context size is 4096"):
+        session.sync([1] * 4096)
+    with pytest.raises(ds4.Ds4Error, match="no logits"):
+        _ = session.logits
+    session.sync([1, 2])
+    with pytest.raises(ds4.Ds4Error, match="holds 2"):
+        session.rewind(3)
+    with pytest.raises(ds4.Ds4Error, match="only once"):
+        engine.step([(session, [1]), (session, [2])])
+    with pytest.raises(ds4.Ds4Error, match="no tokenizer"):
+        next(iter(session.generate(ds4.Sampling(), max_tokens=1)))
+
+
+operation = st.one_of(
+    st.tuples(st.just("extend"), st.integers(1, 60), st.integers(0, 3)),
+    st.tuples(st.just("step"), st.integers(1, 8), st.integers(0, 3)),
+    st.tuples(st.just("edit"), st.integers(0, 100), st.integers(1, 40)),
+    st.tuples(st.just("rewind"), st.integers(0, 100), st.just(0)),
+    st.tuples(st.just("truncate"), st.integers(0, 16), st.just(0)),
+    st.tuples(st.just("checkpoint"), st.just(0), st.just(0)),
+    st.tuples(st.just("fork"), st.just(0), st.just(0)),
+    st.tuples(st.just("batch"), st.integers(1, 30), st.integers(1, 30)),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(operation, min_size=1, max_size=14), st.integers(0, 1000))
+def test_any_sequence_of_operations(engine: ds4.Engine, operations: list[tuple[str, int, int]], seed: int) -> None:
+    rng = random.Random(seed)
+
+    def some(n: int) -> list[int]:
+        return [rng.randrange(SMALL.vocab) for _ in range(n)]
+
+    main, other = engine.session(), engine.session()
+    main.sync(some(5))
+    other.sync(some(30))
+    for name, a, b in operations:
+        n = len(main.tokens)
+        if name == "extend":
+            main.sync(main.tokens + some(a), chunk=[7, 16, 24, 64][b])
+            assert main.reused == n
+        elif name == "step":
+            for token in some(a):
+                main.step(token)
+        elif name == "edit":
+            kept = n * a // 100
+            main.sync(main.tokens[:kept] + some(b))
+        elif name == "rewind" and n:
+            best = max([c for c in main.checkpoints.lengths() if c <= n * a // 100], default=0)
+            main.rewind(n * a // 100)
+            assert main.reused >= best  # never from 0 where a checkpoint exists
+            if not main.tokens:
+                main.sync(some(3))
+        elif name == "truncate" and n > a and main.state.can_truncate(n - a):
+            main.truncate(n - a)
+        elif name == "checkpoint":
+            main.checkpoint()
+        elif name == "fork":
+            other.close()
+            other = main.fork()
+        elif name == "batch":
+            engine.step([(other, some(b)), (main, some(a))])
+    assert_fresh(engine, main)
+    assert_fresh(engine, other)
+    main.close()
+    other.close()
