@@ -1,0 +1,65 @@
+# Two commands set everything up on a fresh machine: `make serve` and `make test`. Neither needs root, both can be
+# repeated: the environment in .venv is installed again only when pyproject.toml or constraints.txt has changed.
+#
+#   make serve ARGS="-m model.gguf --port 8080"    any flags of ds4-server
+#   make test PYTEST_ARGS="tests/chat -x"          only some of the tests
+#   make PYTHON=/path/to/python3.12 test           a certain Python for the environment
+
+SHELL := /bin/sh
+VENV := .venv
+STAMP := $(VENV)/.installed
+PYTHON ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+# The first of these that runs, is 3.11 to 3.14 and can make an environment.
+CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 python \
+	$(sort $(wildcard $(HOME)/.pyenv/versions/3.1[1-4]*/bin/python3))
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+
+.PHONY: help serve test lint format clean
+
+help:
+	@sed -n '/^# Two/,/^$$/s/^# \{0,1\}//p' Makefile
+	@echo "Targets: serve, test, lint, format, clean"
+
+serve: $(STAMP)
+	@echo "Starting ds4-server on http://127.0.0.1:8000 with the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
+	@echo 'For a real model: make serve ARGS="-m /path/to/model.gguf"; for all flags: make serve ARGS=--help'
+	@exec $(VENV)/bin/ds4-server $(ARGS)
+
+test: lint
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(VENV)/bin/python -c '$(USABLE)' >/dev/null 2>&1 || ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
+		for python in $(CANDIDATES); do \
+			if command -v "$$python" >/dev/null 2>&1 && "$$python" -c '$(USABLE)' >/dev/null 2>&1; then \
+				found=$$python; break; \
+			fi; \
+		done; \
+		if [ -z "$${found:-}" ]; then \
+			echo "ds4 needs Python 3.11 to 3.14 with its venv module, and none was found (tried: $(strip $(CANDIDATES)))." >&2; \
+			echo "Install one (on Debian and Ubuntu the packages python3 and python3-venv; or pyenv, which needs no root)," >&2; \
+			echo "or name yours: make PYTHON=/path/to/python3.12 serve" >&2; \
+			exit 1; \
+		fi; \
+		echo "Creating $(VENV) with $$found"; \
+		rm -rf $(VENV); \
+		"$$found" -m venv $(VENV); \
+	fi
+	@echo "Installing ds4 and its dependencies into $(VENV)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $(STAMP)
