@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import SMALL, random_engine
 
 import ds4
 from ds4.engine import EngineConfig
-from tests.helpers import SMALL, random_engine
 
 CONFIG = EngineConfig(prefill_chunk=32, checkpoint_interval=32)
 
@@ -99,7 +99,7 @@ def test_an_edited_tail_is_all_that_is_evaluated(engine: ds4.Engine) -> None:
     assert_fresh(engine, session)
     session.sync(session.tokens)
     assert session.recomputed == 0
-    session.sync(session.tokens + [1])
+    session.sync([*session.tokens, 1])
     assert session.recomputed == 1
 
 
@@ -170,7 +170,7 @@ def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
     third = engine.session()
     third.sync(ids[:77])
     third.import_state(ids, session.export(77))
-    third.sync(ids + [3])
+    third.sync([*ids, 3])
     assert third.recomputed == 1
     assert_fresh(engine, third)
 
@@ -215,7 +215,7 @@ def test_errors_name_what_is_wrong(engine: ds4.Engine) -> None:
         session.sync([1, 64])
     with pytest.raises(ds4.Ds4Error, match="token id -1"):
         session.step(-1)
-    with pytest.raises(ds4.ContextOverflowError, match="Prompt has 4096 tokens, but the configured context size is 4096"):
+    with pytest.raises(ds4.ContextOverflowError, match="Prompt has 4096 tokens, .* context size is 4096 tokens"):
         session.sync([1] * 4096)
     with pytest.raises(ds4.Ds4Error, match="no logits"):
         _ = session.logits

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ds4.engine.checkpoints import CheckpointBudget, CheckpointLike
 from ds4.errors import Ds4Error
-from ds4.gguf.shape import Shape
+from ds4.gguf.shape import Shape, expected_tensors
 from ds4.model.deepseek_v4 import DeepseekV4, Edits, Slice, Taps
 from ds4.tokenizer import Tokenizer
 
@@ -172,6 +173,23 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """True if `tokenizer` can be used."""
         return self._tokenizer is not None
+
+    def save_gguf(self, path: str | os.PathLike[str]) -> None:
+        """Write what `from_tensors` or `from_transformers` built as a GGUF file of profile custom, unquantised.
+
+        `load` takes it again; it records whether the round trips were on (`qat_sim`).
+
+        Raises:
+            Ds4Error: this engine was loaded from a file, or the file cannot be written.
+        """
+        if self._tensors is None or not isinstance(self.runner, ModelRunner):
+            raise Ds4Error("only an engine made from tensors can be saved: this one already has its file")
+        from ds4.gguf.writer import save
+
+        tokenizer = None if self._tokenizer is None else self._tokenizer.metadata
+        shape = replace(self.shape, name="custom")
+        tensors = {name: self._tensors[name] for name in expected_tensors(shape)}
+        save(path, shape, tensors, tokenizer=tokenizer, qat_sim=self.runner.model.qat_sim)
 
     def session(self) -> Session:
         """A new, empty session."""

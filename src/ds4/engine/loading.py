@@ -14,7 +14,7 @@ from torch import Tensor
 from ds4.engine.engine import Engine, EngineConfig, ModelRunner
 from ds4.errors import Ds4Error
 from ds4.gguf.file import open_model
-from ds4.gguf.shape import Shape
+from ds4.gguf.shape import Shape, expected_tensors
 from ds4.model.deepseek_v4 import DeepseekV4, IndexSelection
 from ds4.model.weights import FileSource, ModelWeights, TensorSource
 from ds4.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load(
     Args:
         path: the file; None: the small model that comes with the package.
         device: "auto" or "cpu".
-        qat_sim: run the quantisation round trips the model was trained with. None: on, unless the file records otherwise.
+        qat_sim: run the quantisation round trips the model was trained with. None: what the file records, else on.
         config: context, prefill chunk, checkpoint budget.
         index_selection: "topk" is the model; "random" and "all" measure what its indexer is worth.
         progress: called with (bytes read, bytes in all) while the weights are read.
@@ -76,8 +76,6 @@ def from_tensors(
         Ds4Error: a tensor is missing or has another shape than `shape` says; or `device` or `qat_sim` do not fit.
     """
     check_device(device)
-    from ds4.gguf.shape import expected_tensors
-
     for name, spec in expected_tensors(shape).items():
         if name not in tensors:
             raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")

@@ -48,7 +48,7 @@ class Session:
         self._logits: Tensor | None = None
         engine.checkpoint_budget.register(self.checkpoints)
 
-    # -- going forward ------------------------------------------------------------------------------------------------
+    # -- going forward -----------------------------------------------------------------------------------------------
 
     def sync(
         self,
@@ -66,8 +66,8 @@ class Session:
             chunk: tokens per step; chunks end at multiples of it. Default: the engine's `prefill_chunk`.
             progress: called with (tokens in the state, tokens of the prompt) after each chunk.
             cancelled: asked before each chunk; if it returns True the session stops there, as a shorter valid one.
-            boundaries: positions that get a checkpoint; by default those behind the last `<｜Assistant｜>` tokens, where a
-                later prompt may go on with the other think marker.
+            boundaries: positions that get a checkpoint; by default those behind the last `<｜Assistant｜>` tokens, as
+                a later prompt may go on with the other think marker there.
 
         Returns:
             True, or False if cancelled.
@@ -140,7 +140,7 @@ class Session:
             if len(self.tokens) + 1 >= self.engine.context:
                 return
 
-    # -- going back -----------------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------------------------
 
     @property
     def logits(self) -> Tensor:
@@ -238,20 +238,20 @@ class Session:
         self.checkpoints.drop_above(length)
         self._logits = None
 
-    # -- moving a session -------------------------------------------------------------------------------------------------
+    # -- moving a session --------------------------------------------------------------------------------------------
 
     def export(self, start: int = 0) -> Any:
-        """The state from token `start` on as data (`ds4.model.cache.ExportedState`); tokens are the caller's to keep."""
+        """The state from token `start` on as data (`ds4.model.cache.ExportedState`), without the token ids."""
         return self.state.export(start)
 
     def import_state(self, tokens: Sequence[int], exported: Any) -> None:
-        """Continue with an exported state whose tokens are `tokens`; this session must hold those before its start."""
+        """Continue with an exported state of `tokens`; this session must hold those before its start."""
         self.state.import_state(exported)
         self.checkpoints.drop_above(common_prefix(self.tokens, list(tokens)))
         self.tokens, self.pending, self._logits = list(tokens), None, exported.checkpoint.logits
         self.checkpoints.add(exported.checkpoint, wanted=True)
 
-    # -- called by the engine ---------------------------------------------------------------------------------------------
+    # -- called by the engine ----------------------------------------------------------------------------------------
 
     def check(self, ids: Sequence[int]) -> None:
         """Raise `Ds4Error` if these cannot be the session's next tokens."""

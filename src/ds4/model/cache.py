@@ -250,7 +250,7 @@ class SequenceState:
                 ratio, coff = shape.ratios[layer], 2 if shape.has_indexer(layer) else 1
                 self._frontier[layer, kind] = torch.zeros(2, coff * ratio - 1 + _SLACK, coff * width)
 
-    # -- one step: prepare, then per layer window / compress / append, then advance -----------------------------------
+    # -- one step: prepare, then per layer window / compress / append, then advance ----------------------------------
 
     def prepare(self, tokens: int) -> None:
         """Make room for the compressed rows of the next `tokens` tokens."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds4 import ops
 from ds4.gguf.shape import Shape
 from ds4.model.cache import KVCache, SequenceState
-from ds4.model.weights import Compressor, HyperConnection, LayerWeights, ModelWeights
+from ds4.model.weights import Compressor, HyperConnection, ModelWeights
 
 IndexSelection = Literal["topk", "random", "all"]
 """How sparse layers choose their rows: by the indexer; or, to measure what the indexer is worth, at random or all."""
@@ -156,7 +156,7 @@ class DeepseekV4:
         place = ops.pad_rows(torch.cat(positions))
         return _Step(batch, starts, ops.pad_rows(torch.cat(ids)), self._plain_rope.at(place), self._yarn_rope.at(place))
 
-    # -- the block (Top level) -----------------------------------------------------------------------------------------
+    # -- the block (Top level) ---------------------------------------------------------------------------------------
 
     def _block(self, layer: int, x: Tensor, step: _Step, taps: Taps, edits: Edits) -> Tensor:
         w, eps = self.weights.layers[layer], self.shape.rms_eps
@@ -176,7 +176,7 @@ class DeepseekV4:
         h = ops.hc_collapse(x, w.hc_head.fn, w.hc_head.scale, w.hc_head.base, s.hc_eps, s.rms_eps)
         return w.output(ops.rms_norm(h, w.output_norm, s.rms_eps))
 
-    # -- attention -----------------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------------------------
 
     def _attention(self, layer: int, x: Tensor, step: _Step) -> Tensor:
         w, s = self.weights.layers[layer], self.shape
@@ -191,14 +191,14 @@ class DeepseekV4:
         for i, (part, start) in enumerate(zip(step.slices, step.starts, strict=True)):
             rows = slice(start, start + part.ids.shape[0])
             window, prior = part.state.window(layer, kv[rows])
-            # Row j of `window` is at position length - prior + j; a query at row prior + i sees `window` rows up to itself.
+            # Row j of `window` is at position length - prior + j; the query at row prior + i sees rows up to itself.
             first = torch.arange(prior - s.window + 1, prior - s.window + 1 + part.ids.shape[0])
             compressed, chosen = chooser(i, rows) if chooser else (None, None)
             out[rows] = ops.attention(q[rows], window, first, compressed, chosen, w.sinks, s.window)
         out = ops.apply_rope(out, cos, sin, inverse=True)
         return w.output_b(w.project_output(out.reshape(x.shape[0], s.o_groups, -1)))
 
-    # -- compressor and indexer ------------------------------------------------------------------------------------------
+    # -- compressor and indexer --------------------------------------------------------------------------------------
 
     def _compress(
         self, layer: int, x: Tensor, qr: Tensor, rope: tuple[Tensor, Tensor], step: _Step
@@ -270,7 +270,7 @@ class DeepseekV4:
             scores.append(torch.rand(count, generator=generator))
         return torch.stack(scores)
 
-    # -- mixture of experts ------------------------------------------------------------------------------------------------
+    # -- mixture of experts ------------------------------------------------------------------------------------------
 
     def _moe(self, layer: int, x: Tensor, step: _Step, taps: Taps) -> Tensor:
         w, s = self.weights.layers[layer], self.shape

@@ -17,7 +17,7 @@ from ds4.gguf.file import ModelFile
 from ds4.gguf.shape import Shape
 
 RESIDENT_LIMIT = 1 << 30
-"""Bytes of float32 weights up to which a model is dequantised once at load; larger ones matrix by matrix, at each use."""
+"""Bytes of float32 weights up to which a model is dequantised once, at load; larger ones while they are used."""
 
 _SLICE_VALUES = 1 << 23
 """Values that are dequantised at once from a mapped matrix."""
@@ -74,7 +74,10 @@ class MappedMatrix:
 
 @dataclass(frozen=True)
 class DenseExperts:
-    """One layer's routed experts in memory: gate_up [experts, 2 * expert_hidden, hidden], down [experts, hidden, expert_hidden]."""
+    """One layer's routed experts in memory, float32.
+
+    gate_up_weight: [experts, 2 * expert_hidden, hidden]; down_weight: [experts, hidden, expert_hidden].
+    """
 
     gate_up_weight: Tensor
     down_weight: Tensor
@@ -194,7 +197,7 @@ class TensorSource:
 
     def _get(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise FileFormatError(f"tensor {name} is missing: every tensor of the {self.shape.name} shape must be given")
+            raise FileFormatError(f"tensor {name} is missing: the shape {self.shape.name!r} needs it")
         return self._tensors[name].detach()
 
     def vector(self, name: str) -> Tensor:

@@ -1,13 +1,13 @@
 """The operations of the V4 graph, one file each.
 
-Every public function has the same signature and meaning on every device; the tensors decide what runs. The torch code is
-the reference.
+Every public function has the same signature and meaning on every device; the tensors decide what runs. The torch code
+is the reference.
 
 Two rules hold for the CPU code and make chunking, batching, rewinding and restoring equal to the bit:
 
 * a row of the result depends only on its own inputs, never on how many rows share the call (`linear` works in blocks of
-  `ROW_BLOCK` rows, reductions run along the innermost axis or in a fixed tree, transcendental functions are built on `exp`,
-  whose vector and scalar code agree);
+  `ROW_BLOCK` rows, reductions run along the innermost axis or in a fixed tree, transcendental functions are built on
+  `exp`, whose vector and scalar code agree);
 * rows that are padded or masked take part with weight exactly zero.
 """
 

@@ -1,4 +1,4 @@
-"""Attention of every head over the rows of a window and of chosen compressed rows, with a sink (V4 graph, Attention)."""
+"""Attention over the rows of a window and over chosen compressed rows, with a sink (V4 graph, Attention)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def attention(
     Args:
         q: float32 [tokens, heads, dim], rotated.
         window: raw rows, float32 [rows, dim].
-        first: int64 [tokens]; query t sees rows first[t] .. first[t] + span - 1 of `window`, negative ones do not exist.
+        first: int64 [tokens]; query t sees rows first[t] .. first[t] + span - 1 of `window`; negative ones do not
+            exist.
         compressed: compressed rows, float32 [rows, dim], or None.
         chosen: int64 [tokens, slots], the compressed rows of each query, -1 in slots without one, or None.
         sink: float32 [heads], a logit whose value is zero.
@@ -31,7 +32,7 @@ def attention(
     Returns:
         float32 [tokens, heads, dim].
     """
-    tokens, heads, dim = q.shape
+    tokens, _, dim = q.shape
     slots = 0 if chosen is None else chosen.shape[1]
     step = max(1, _GATHER_LIMIT // ((span + slots) * dim))
     if tokens <= step:

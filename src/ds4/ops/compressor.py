@@ -12,8 +12,8 @@ def pool_blocks(k: Tensor, z: Tensor, ratio: int, overlap: bool, first: bool) ->
     """Pool complete blocks of `ratio` tokens by a softmax over the tokens, channel by channel.
 
     Args:
-        k: values, float32 [blocks * ratio, width]; with `overlap` [(blocks + 1) * ratio, 2 * width], the block before the
-            first included.
+        k: values, float32 [blocks * ratio, width]; with `overlap` [(blocks + 1) * ratio, 2 * width], the block before
+            the first included.
         z: gate logits (position bias added), same shape as k.
         overlap: row n pools the first half of block n - 1's channels and the second half of block n's own.
         first: with `overlap`, block n - 1 of the first row does not exist: its slots get weight 0.

@@ -13,7 +13,7 @@ from ds4.ops.linear import linear
 
 
 def _mix(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
-    """fn @ flatten(x), over the root mean square of all streams: [tokens, streams, hidden] -> [tokens, coefficients]."""
+    """fn @ flatten(x), over the root mean square of all streams: [tokens, streams, hidden] -> [tokens, rows of fn]."""
     flat = x.flatten(1)
     return linear(flat, fn) * torch.rsqrt((flat * flat).mean(-1, keepdim=True) + rms_eps)
 

@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Each group of channels through its own matrix: x [rows, groups, in], weight [groups, out, in] -> [rows, groups, out]."""
+    """Each group through its own matrix: x [rows, groups, in], weight [groups, out, in] -> [rows, groups, out]."""
     rows, groups, _ = x.shape
     out = x.new_empty((rows, groups, weight.shape[1]))
     for g in range(groups):

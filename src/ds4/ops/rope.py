@@ -42,7 +42,7 @@ class Rope:
         return cls(f * (1 - ramp) + f / factor * ramp)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [positions, rope_dim / 2] each. The angle is a float32 product, as in the reference."""
+        """Cosine and sine, float32 [positions, rope_dim / 2] each; the angle is a float32 product, as in the model."""
         angle = positions.to(torch.float32).unsqueeze(-1) * self.frequencies.to(positions.device)
         return torch.cos(angle), torch.sin(angle)
 
@@ -50,7 +50,7 @@ class Rope:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate neighbouring channel pairs of the last 2 * pairs channels; the others stay.
 
-    x: float32 [rows, channels] or [rows, heads, channels]; cos, sin: [rows, pairs]. With `inverse` the rotation is undone.
+    x: float32 [rows, channels] or [rows, heads, channels]; cos, sin: [rows, pairs]. `inverse` undoes the rotation.
     """
     pairs = cos.shape[-1]
     if x.dim() == 3:

@@ -1,8 +1,8 @@
 """The quantisation round trips that the model was trained with, and the packed form of what they leave.
 
 Rows of the KV lose their plain channels to FP8 (E4M3, one power-of-two scale per 64 channels) and index keys all
-channels to FP4 (E2M1, one scale per 32) after a Hadamard transform (V4 graph, Quantisation simulation). A packed row holds
-exactly what was attended, so `unpack(pack(x))` is the round trip.
+channels to FP4 (E2M1, one scale per 32) after a Hadamard transform (V4 graph, Quantisation simulation). A packed row
+holds exactly what was attended, so `unpack(pack(x))` is the round trip.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_fp8(codes: Tensor, exponent: Tensor) -> Tensor:
-    blocks = codes.to(torch.float32).unflatten(-1, (-1, FP8_BLOCK))
+    blocks: Tensor = codes.to(torch.float32).unflatten(-1, (-1, FP8_BLOCK))
     return (blocks * _scale(exponent).unsqueeze(-1)).flatten(-2)
 
 
@@ -52,8 +52,8 @@ def fp8_round_trip(x: Tensor) -> Tensor:
 def pack_row(x: Tensor, rope_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """A KV row after rope, packed.
 
-    x: float32 [rows, head_dim], (head_dim - rope_dim) a multiple of 64 -> codes uint8 [rows, head_dim - rope_dim] (E4M3),
-    rotary tail bfloat16 [rows, rope_dim], scale exponents uint8 [rows, (head_dim - rope_dim) / 64] (E8M0).
+    x: float32 [rows, head_dim], (head_dim - rope_dim) a multiple of 64 -> codes uint8 [rows, head_dim - rope_dim]
+    (E4M3), rotary tail bfloat16 [rows, rope_dim], scale exponents uint8 [rows, (head_dim - rope_dim) / 64] (E8M0).
     """
     codes, exponent = _fp8(x[..., :-rope_dim])
     return codes.view(torch.uint8), x[..., -rope_dim:].to(torch.bfloat16), exponent
@@ -72,11 +72,12 @@ def hadamard(x: Tensor) -> Tensor:
     shape = x.shape
     half = 1
     while half < n:
-        pairs = x.reshape(*shape[:-1], n // (2 * half), 2, half)
+        pairs: Tensor = x.reshape(*shape[:-1], n // (2 * half), 2, half)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), dim=-2)
         half *= 2
-    return x.reshape(shape) * n**-0.5
+    scale: float = n**-0.5
+    return x.reshape(shape) * scale
 
 
 def _fp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def _fp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _from_fp4(code: Tensor, exponent: Tensor) -> Tensor:
     table = torch.tensor(_FP4_VALUES, dtype=torch.float32, device=code.device)
-    blocks = table[code.to(torch.int64)].unflatten(-1, (-1, FP4_BLOCK))
+    blocks: Tensor = table[code.to(torch.int64)].unflatten(-1, (-1, FP4_BLOCK))
     return (blocks * _scale(exponent).unsqueeze(-1)).flatten(-2)
 
 
@@ -105,9 +106,10 @@ def fp4_round_trip(x: Tensor) -> Tensor:
 
 
 def pack_key(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An index key after the Hadamard transform: float32 [rows, dim] -> codes uint8 [rows, dim / 2], exponents [rows, dim / 32].
+    """An index key after the Hadamard transform, packed.
 
-    Two codes a byte, the even channel in the low half.
+    x: float32 [rows, dim] -> codes uint8 [rows, dim / 2], two a byte, the even channel in the low half; scale exponents
+    uint8 [rows, dim / 32].
     """
     code, exponent = _fp4(x)
     return code[..., 0::2] | (code[..., 1::2] << 4), exponent
