@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers import SMALL, random_engine
 
 import ds4
 from ds4.engine import EngineConfig
+from tests.helpers import SMALL, random_engine
 
 CONFIG = EngineConfig(prefill_chunk=32, checkpoint_interval=32)
 
@@ -215,7 +215,7 @@ def test_errors_name_what_is_wrong(engine: ds4.Engine) -> None:
         session.sync([1, 64])
     with pytest.raises(ds4.Ds4Error, match="token id -1"):
         session.step(-1)
-    with pytest.raises(ds4.ContextOverflowError, match="Prompt has 4096 tokens, .* context size is 4096 tokens"):
+    with pytest.raises(ds4.ContextOverflowError, match=r"Prompt has 4096 tokens, .* context size is 4096 tokens"):
         session.sync([1] * 4096)
     with pytest.raises(ds4.Ds4Error, match="no logits"):
         _ = session.logits

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as T
 
 from ds4.gguf.header import Header, TensorInfo
 from ds4.gguf.shape import Shape, expected_tensors
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as T
 
 SPECIALS = [
     "<｜begin▁of▁sentence｜>",

@@ -5,10 +5,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
-
-from ds4.gguf.blocks import CODEC_TYPES, as_tensor, dequantize, row_bytes
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as T
+
+from ds4.gguf.blocks import CODEC_TYPES, as_tensor, dequantize, row_bytes
 
 # Where the float16 scales of a block are.
 SCALES = {T.Q8_0: (0,), T.Q2_K: (80, 82), T.Q4_K: (0, 2), T.IQ2_XXS: (0,)}

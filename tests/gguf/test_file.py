@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as T
 
 from ds4.errors import FileFormatError
 from ds4.gguf.check import SPECIAL_TOKENS, check
 from ds4.gguf.file import collect_problems, inspect_file, open_model
 from ds4.gguf.keys import NUMBER_KEYS
 from ds4.gguf.shape import FLASH, PRO, TINY, expected_tensors
-from gguf import GGMLQuantizationType as T
 
 A = "deepseek4."
 OPTIONAL = {

@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as T
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from ds4.errors import FileFormatError
 from ds4.gguf.file import collect_problems, open_model
 from ds4.gguf.header import MAX_ELEMENTS, map_file, read_header, row_bytes
 from ds4.gguf.shape import TINY, Shape
-from gguf import GGMLQuantizationType as T
 
 SMALL = Shape(
     name="custom", layers=2, hidden=8, heads=2, head_dim=8, rope_dim=4, q_lora_rank=4, o_groups=1, o_lora_rank=4,

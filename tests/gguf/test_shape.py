@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 import pytest
+from gguf import GGMLQuantizationType as T
 
 from ds4.errors import Ds4Error
 from ds4.gguf.header import row_bytes
 from ds4.gguf.shape import BLOCK_TYPES, FLASH, FLOAT_TYPES, PRO, PROFILES, TINY, TensorSpec, expected_tensors
-from gguf import GGMLQuantizationType as T
 
 
 def size(shape, gate_up, down):

@@ -3,6 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as T
+from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +14,6 @@ from ds4.gguf.file import open_model
 from ds4.gguf.header import row_bytes
 from ds4.gguf.shape import TINY, Shape, expected_tensors
 from ds4.gguf.writer import save
-from gguf import GGMLQuantizationType as T
-from gguf import GGUFReader
 
 SMALL = Shape(
     name="custom", layers=3, hidden=32, heads=2, head_dim=16, rope_dim=4, q_lora_rank=8, o_groups=2, o_lora_rank=6,

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from ds4.gguf.header import row_bytes
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 __all__ = ["CODEC_TYPES", "as_tensor", "dequantize", "row_bytes"]
 

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
 
 from ds4.errors import FileFormatError
-from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
 
 MAX_HEADER = 64 << 20
 """Bytes. Ten times the header of a real file (6 MB, nearly all of it vocabulary)."""

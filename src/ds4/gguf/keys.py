@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds4.gguf.shape import Shape
 from gguf import GGUFValueType
+
+from ds4.gguf.shape import Shape
 
 ARCHITECTURE = "deepseek4"
 PROFILE_KEY = "ds4.profile"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from ds4.errors import Ds4Error
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ds4.errors import Ds4Error
 
 MAX_LAYERS = 1024
 """More layers than this are refused: the table of expected tensors has to stay small whatever a file claims."""

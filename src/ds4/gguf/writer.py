@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from ds4.errors import Ds4Error
 from ds4.gguf.file import collect_problems
 from ds4.gguf.header import row_bytes
 from ds4.gguf.keys import ARCHITECTURE, PROFILE_KEY, QAT_SIM_KEY, SPARSE_RATIO_KEY, Value, metadata_of
 from ds4.gguf.shape import BLOCK_TYPES, CUSTOM, PROFILES, Shape, TensorSpec, expected_tensors
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 _F32 = GGMLQuantizationType.F32
 _F16 = GGMLQuantizationType.F16
