@@ -244,16 +244,19 @@ class SequenceState:
         self._ring = shape.window - 1 + _SLACK
         self._window = cache.row_format.empty(len(cache.layers), self._ring)
         self._pages: dict[int, list[int]] = {ratio: [] for ratio in cache.pools}
+        self._tables: dict[int, Tensor] = {}  # the same as tensors, made when they are needed
+        self._slots: dict[tuple[int, int, int], Tensor] = {}  # ring slots of this step's token ranges
         self._frontier: dict[tuple[int, str], Tensor] = {}
         for layer in cache.layers:
             for kind, width in cache.frontier_kinds(layer).items():
                 ratio, coff = shape.ratios[layer], 2 if shape.has_indexer(layer) else 1
                 self._frontier[layer, kind] = torch.zeros(2, coff * ratio - 1 + _SLACK, coff * width)
 
-    # -- one step: prepare, then per layer window / compress / append, then advance ----------------------------------
+    # -- one step: prepare, then per layer window, complete_blocks and append, then advance ----------------------------
 
     def prepare(self, tokens: int) -> None:
         """Make room for the compressed rows of the next `tokens` tokens."""
+        self._slots.clear()
         for ratio, pages in self._pages.items():
             pool = self.cache.pools[ratio]
             first, end = self.length // ratio, (self.length + tokens) // ratio
@@ -261,26 +264,34 @@ class SequenceState:
                 pages[first // PAGE_ROWS] = pool.own(pages[first // PAGE_ROWS])
             while len(pages) * PAGE_ROWS < end:
                 pages.append(pool.allocate())
+        self._tables.clear()
 
-    def window(self, layer: int, new: Tensor) -> tuple[Tensor, int]:
+    def _ring_slots(self, size: int, start: int, end: int) -> Tensor:
+        """Slots of positions start .. end - 1 in a ring of `size`; the layers of a step ask for the same ones."""
+        slots = self._slots.get((size, start, end))
+        if slots is None:
+            slots = self._slots[size, start, end] = torch.arange(start, end) % size
+        return slots
+
+    def prior_rows(self) -> int:
+        """Raw rows before the next token that it may see."""
+        return min(self.length, self.cache.shape.window - 1)
+
+    def window(self, layer: int, new: Planes) -> Planes:
         """Store the raw rows of the next tokens.
 
-        new: float32 [tokens, head_dim] -> the rows that those tokens may see, float32 [prior + tokens, head_dim], as
-        they are stored, and prior, the number of rows before the first new one.
+        new: packed rows [tokens, ...] -> all packed rows that those tokens may see, [prior_rows() + tokens, ...].
         """
-        form = self.cache.row_format
-        packed = form.pack(new)
-        prior = min(self.length, self.cache.shape.window - 1)
-        slots = torch.arange(self.length - prior, self.length) % self._ring
-        n = new.shape[0]
-        kept = min(n, self._ring)
-        target = torch.arange(self.length + n - kept, self.length + n) % self._ring
-        parts = []
-        for plane, fresh in zip(self._window, packed, strict=True):
-            ring = plane[layer - self._first_layer]
-            parts.append(torch.cat((ring[slots], fresh)))
-            ring[target] = fresh[n - kept :]
-        return form.unpack(*parts), prior
+        n, ring = new[0].shape[0], self._ring
+        kept = min(n, ring)
+        prior = self._ring_slots(ring, self.length - self.prior_rows(), self.length)
+        target = self._ring_slots(ring, self.length + n - kept, self.length + n)
+        seen = []
+        for plane, fresh in zip(self._window, new, strict=True):
+            rows = plane[layer - self._first_layer]
+            seen.append(torch.cat((rows[prior], fresh)))
+            rows[target] = fresh[n - kept :]
+        return tuple(seen)
 
     def complete_blocks(self, layer: int, kind: str, k: Tensor, z: Tensor) -> tuple[Tensor, Tensor, int, bool] | None:
         """Store the projections of the next tokens; return those of the blocks that they complete.
@@ -296,14 +307,14 @@ class SequenceState:
         result = None
         if end > row:
             start = (row - 1 if overlap else row) * ratio
-            before = ring[:, torch.arange(max(start, 0), old) % slots]
+            before = ring[:, self._ring_slots(slots, max(start, 0), old)]
             fresh = torch.stack((k, z))[:, : end * ratio - old]
             if start < 0:
                 before = torch.cat((before.new_zeros(2, -start, k.shape[1]), before), dim=1)
             both = torch.cat((before, fresh), dim=1)
             result = both[0], both[1], row, start < 0
         kept = min(n, slots)
-        target = torch.arange(old + n - kept, old + n) % slots
+        target = self._ring_slots(slots, old + n - kept, old + n)
         ring[0, target] = k[n - kept :]
         ring[1, target] = z[n - kept :]
         return result
@@ -315,9 +326,9 @@ class SequenceState:
 
     def _write(self, layer: int, kind: str, row: int, packed: Planes) -> None:
         ratio = self.cache.shape.ratios[layer]
-        slots = self._slots(ratio, torch.arange(row, row + packed[0].shape[0]))
+        places = self._places(ratio, torch.arange(row, row + packed[0].shape[0]))
         for plane, fresh in zip(self.cache.pools[ratio].planes(layer, kind), packed, strict=True):
-            plane[slots] = fresh
+            plane[places] = fresh
 
     def rows(self, layer: int, kind: str, index: Tensor) -> Tensor:
         """Stored compressed rows (or index keys) by number: int64 [n] -> float32 [n, width]."""
@@ -326,11 +337,13 @@ class SequenceState:
 
     def _read(self, layer: int, kind: str, index: Tensor) -> Planes:
         ratio = self.cache.shape.ratios[layer]
-        slots = self._slots(ratio, index)
-        return tuple(plane[slots] for plane in self.cache.pools[ratio].planes(layer, kind))
+        places = self._places(ratio, index)
+        return tuple(plane[places] for plane in self.cache.pools[ratio].planes(layer, kind))
 
-    def _slots(self, ratio: int, rows: Tensor) -> Tensor:
-        table = torch.tensor(self._pages[ratio], dtype=torch.int64)
+    def _places(self, ratio: int, rows: Tensor) -> Tensor:
+        table = self._tables.get(ratio)
+        if table is None:
+            table = self._tables[ratio] = torch.tensor(self._pages[ratio], dtype=torch.int64)
         return table[rows // PAGE_ROWS] * PAGE_ROWS + rows % PAGE_ROWS
 
     def advance(self, tokens: int) -> None:
@@ -341,7 +354,7 @@ class SequenceState:
         """A step broke off half way: the rings are not to be trusted, only a checkpoint can be gone back to."""
         self.floor = self.length + 1
 
-    # -- history -----------------------------------------------------------------------------------------------------
+    # -- history -------------------------------------------------------------------------------------------------------
 
     def can_truncate(self, length: int) -> bool:
         """True if `truncate(length)` needs no checkpoint, with the last kept token still to be evaluated again."""
@@ -361,6 +374,7 @@ class SequenceState:
             keep = -(-(length // ratio) // PAGE_ROWS)
             self.cache.pools[ratio].release(pages[keep:])
             del pages[keep:]
+        self._tables.clear()
 
     def fork(self) -> SequenceState:
         """An equal state of its own; the pages of compressed rows are shared."""

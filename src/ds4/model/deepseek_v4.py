@@ -72,8 +72,11 @@ class _Step:
     """What all layers of a step share. Rows are padded up to a whole number of row blocks."""
 
     slices: Sequence[Slice]
-    starts: Sequence[int]  # first row of each slice
+    spans: Sequence[slice]  # the rows of each slice
+    tokens: int  # rows without padding
     ids: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    near: Tensor  # int64 [tokens, window]: rows of all slices' windows one behind the other, -1 where there is none
     plain_rope: tuple[Tensor, Tensor]
     yarn_rope: tuple[Tensor, Tensor]
 
@@ -130,7 +133,6 @@ class DeepseekV4:
         first = self.layers.start if first_layer is None else first_layer
         last = self.layers.stop - 1 if last_layer is None else last_layer
         step = self._step(batch)
-        tokens = sum(s.ids.shape[0] for s in batch)
         if hidden is None:
             x = ops.embed(self.weights.embedding, step.ids, self.shape.hc_streams)
         else:
@@ -140,21 +142,33 @@ class DeepseekV4:
         for layer in range(first, last + 1):
             x = self._block(layer, x, step, taps or Taps(), edits or Edits())
             if taps and taps.stream:
-                taps.stream(layer, x[:tokens])
+                taps.stream(layer, x[: step.tokens])
         logits = None
         if wanted is not None:
             logits = self._head(x[wanted])
-        return Output(x[:tokens], logits)
+        return Output(x[: step.tokens], logits)
 
     def _step(self, batch: Sequence[Slice]) -> _Step:
-        starts, ids, positions, row = [], [], [], 0
+        spans, near, positions, row, offset = [], [], [], 0, 0
+        back = torch.arange(1 - self.shape.window, 1)
         for s in batch:
-            starts.append(row)
-            ids.append(s.ids)
-            positions.append(torch.arange(s.state.length, s.state.length + s.ids.shape[0]))
-            row += s.ids.shape[0]
+            n, prior = s.ids.shape[0], s.state.prior_rows()
+            spans.append(slice(row, row + n))
+            positions.append(torch.arange(s.state.length, s.state.length + n))
+            index = torch.arange(prior, prior + n).unsqueeze(1) + back
+            near.append(torch.where(index >= 0, index + offset, -1))
+            row, offset = row + n, offset + prior + n
         place = ops.pad_rows(torch.cat(positions))
-        return _Step(batch, starts, ops.pad_rows(torch.cat(ids)), self._plain_rope.at(place), self._yarn_rope.at(place))
+        return _Step(
+            slices=batch,
+            spans=spans,
+            tokens=row,
+            ids=ops.pad_rows(torch.cat([s.ids for s in batch])),
+            positions=place,
+            near=torch.cat(near),
+            plain_rope=self._plain_rope.at(place),
+            yarn_rope=self._yarn_rope.at(place),
+        )
 
     # -- the block (Top level) ---------------------------------------------------------------------------------------
 
@@ -185,46 +199,55 @@ class DeepseekV4:
         q = ops.rms_norm(w.q_b(qr).unflatten(1, (s.heads, s.head_dim)), None, s.rms_eps)
         q = ops.apply_rope(q, cos, sin)
         kv = ops.apply_rope(ops.rms_norm(w.kv(x), w.kv_norm, s.rms_eps), cos, sin)
-        chooser = self._compress(layer, x, qr, (cos, sin), step)
-
+        window = self._windows(layer, kv, step)
+        compressed, chosen = self._compressed(layer, x, qr, (cos, sin), step)
         out = torch.zeros_like(q)
-        for i, (part, start) in enumerate(zip(step.slices, step.starts, strict=True)):
-            rows = slice(start, start + part.ids.shape[0])
-            window, prior = part.state.window(layer, kv[rows])
-            # Row j of `window` is at position length - prior + j; the query at row prior + i sees rows up to itself.
-            first = torch.arange(prior - s.window + 1, prior - s.window + 1 + part.ids.shape[0])
-            compressed, chosen = chooser(i, rows) if chooser else (None, None)
-            out[rows] = ops.attention(q[rows], window, first, compressed, chosen, w.sinks, s.window)
+        out[: step.tokens] = ops.attention(q[: step.tokens], window, step.near, compressed, chosen, w.sinks)
         out = ops.apply_rope(out, cos, sin, inverse=True)
         return w.output_b(w.project_output(out.reshape(x.shape[0], s.o_groups, -1)))
 
-    # -- compressor and indexer --------------------------------------------------------------------------------------
+    def _windows(self, layer: int, kv: Tensor, step: _Step) -> Tensor:
+        """Store the raw rows of this step; all slices' windows one behind the other, float32 [rows, head_dim]."""
+        packed = self.cache.row_format.pack(kv)
+        seen = [
+            part.state.window(layer, tuple(plane[span] for plane in packed))
+            for part, span in zip(step.slices, step.spans, strict=True)
+        ]
+        return self.cache.row_format.unpack(*(torch.cat(planes) for planes in zip(*seen, strict=True)))
 
-    def _compress(
+    # -- compressor and indexer ----------------------------------------------------------------------------------------
+
+    def _compressed(
         self, layer: int, x: Tensor, qr: Tensor, rope: tuple[Tensor, Tensor], step: _Step
-    ) -> Callable[[int, slice], tuple[Tensor | None, Tensor | None]] | None:
-        """Store the compressed rows that this step completes; return what chooses the rows of a slice's queries."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Store the compressed rows that this step completes, and choose those that its queries see.
+
+        Returns:
+            rows float32 [rows, head_dim] and, into them, int64 [tokens, slots] with -1 in free slots; or None, None.
+        """
         w, s = self.weights.layers[layer], self.shape
         if w.compressor is None:
-            return None
+            return None, None
         self._emit_rows(layer, "rows", w.compressor, x, step)
         if w.indexer is None:
-            return lambda i, rows: self._every_row(layer, step.slices[i])
-        self._emit_rows(layer, "keys", w.indexer.compressor, x, step)
-
-        iq = ops.apply_rope(w.indexer.q_b(qr).unflatten(1, (s.index_heads, s.index_dim)), *rope)
-        if self.qat_sim:
-            iq = ops.fp4_round_trip(ops.hadamard(iq))
-        weight = w.indexer.proj(x) * (s.index_dim**-0.5 * s.index_heads**-0.5)
-        return lambda i, rows: self._chosen_rows(layer, step.slices[i], iq[rows], weight[rows])
+            choices = [self._every_row(layer, part) for part in step.slices]
+        else:
+            self._emit_rows(layer, "keys", w.indexer.compressor, x, step)
+            iq = ops.apply_rope(w.indexer.q_b(qr).unflatten(1, (s.index_heads, s.index_dim)), *rope)
+            if self.qat_sim:
+                iq = ops.fp4_round_trip(ops.hadamard(iq))
+            weight = w.indexer.proj(x) * (s.index_dim**-0.5 * s.index_heads**-0.5)
+            choices = [
+                self._chosen_rows(layer, part, iq[span], weight[span])
+                for part, span in zip(step.slices, step.spans, strict=True)
+            ]
+        return _join(choices)
 
     def _emit_rows(self, layer: int, kind: str, w: Compressor, x: Tensor, step: _Step) -> None:
         s, ratio = self.shape, self.shape.ratios[layer]
-        k, z = w.kv(x), w.gate(x)
-        for part, start in zip(step.slices, step.starts, strict=True):
-            rows = slice(start, start + part.ids.shape[0])
-            phase = torch.arange(part.state.length, part.state.length + part.ids.shape[0]) % ratio
-            blocks = part.state.complete_blocks(layer, kind, k[rows], z[rows] + w.ape[phase])
+        k, z = w.kv(x), w.gate(x) + w.ape[step.positions % ratio]
+        for part, span in zip(step.slices, step.spans, strict=True):
+            blocks = part.state.complete_blocks(layer, kind, k[span], z[span])
             if blocks is None:
                 continue
             pooled = ops.pool_blocks(blocks[0], blocks[1], ratio, s.has_indexer(layer), first=blocks[3])
@@ -237,15 +260,12 @@ class DeepseekV4:
         start, ratio = part.state.length, self.shape.ratios[layer]
         return torch.arange(start + 1, start + part.ids.shape[0] + 1) // ratio
 
-    def _every_row(self, layer: int, part: Slice) -> tuple[Tensor | None, Tensor | None]:
+    def _every_row(self, layer: int, part: Slice) -> tuple[Tensor, Tensor]:
         visible = self._visible(layer, part)
-        count = int(visible[-1])
-        if not count:
-            return None, None
-        index = torch.arange(count)
+        index = torch.arange(int(visible[-1]))
         return part.state.rows(layer, "rows", index), torch.where(index < visible.unsqueeze(1), index, -1)
 
-    def _chosen_rows(self, layer: int, part: Slice, iq: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _chosen_rows(self, layer: int, part: Slice, iq: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         visible = self._visible(layer, part)
         k, count = self.shape.index_top_k, int(visible[-1])
         if count <= k or self.index_selection == "all":
@@ -260,8 +280,8 @@ class DeepseekV4:
             scores = ops.index_scores(iq[late], weight[late], keys)
         chosen[late] = ops.select_rows(scores, visible[late], k)
         used, place = torch.unique(chosen, return_inverse=True)
-        offset = 1 if used[0] < 0 else 0  # -1 sorts first
-        return part.state.rows(layer, "rows", used[offset:]), place - offset
+        free = 1 if used[0] < 0 else 0  # -1 sorts first
+        return part.state.rows(layer, "rows", used[free:]), place - free
 
     def _random_scores(self, layer: int, part: Slice, count: int) -> Tensor:
         scores = []
@@ -274,7 +294,7 @@ class DeepseekV4:
 
     def _moe(self, layer: int, x: Tensor, step: _Step, taps: Taps) -> Tensor:
         w, s = self.weights.layers[layer], self.shape
-        tokens = step.starts[-1] + step.slices[-1].ids.shape[0]
+        tokens = step.tokens
         if w.expert_table is not None:
             chosen, weights = ops.route_by_hash(x, w.router, w.expert_table[step.ids], s.route_scale)
         else:
@@ -288,3 +308,18 @@ class DeepseekV4:
         y = w.shared_down(ops.swiglu(torch.cat((gate(x), up(x)), dim=1), s.swiglu_clamp))
         y[:tokens] += ops.routed_experts(x[:tokens], chosen[:tokens], weights[:tokens], w.experts, s.swiglu_clamp)
         return y
+
+
+def _join(choices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+    """The rows of several slices one behind the other, and their queries' choices into them, padded to one width."""
+    if not any(rows.shape[0] for rows, _ in choices):
+        return None, None
+    if len(choices) == 1:
+        return choices[0]
+    width = max(chosen.shape[1] for _, chosen in choices)
+    joined, offset = [], 0
+    for rows, chosen in choices:
+        moved = torch.where(chosen >= 0, chosen + offset, -1)
+        joined.append(torch.nn.functional.pad(moved, (0, width - chosen.shape[1]), value=-1))
+        offset += rows.shape[0]
+    return torch.cat([rows for rows, _ in choices]), torch.cat(joined)

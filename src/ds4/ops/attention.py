@@ -15,47 +15,41 @@ _GATHER_LIMIT = 1 << 24
 
 
 def attention(
-    q: Tensor, window: Tensor, first: Tensor, compressed: Tensor | None, chosen: Tensor | None, sink: Tensor, span: int
+    q: Tensor, window: Tensor, near: Tensor, compressed: Tensor | None, chosen: Tensor | None, sink: Tensor
 ) -> Tensor:
     """Softmax attention in which a row is key and value at once.
 
     Args:
         q: float32 [tokens, heads, dim], rotated.
         window: raw rows, float32 [rows, dim].
-        first: int64 [tokens]; query t sees rows first[t] .. first[t] + span - 1 of `window`; negative ones do not
-            exist.
+        near: int64 [tokens, span], the raw rows of each query's window, -1 where there is none.
         compressed: compressed rows, float32 [rows, dim], or None.
         chosen: int64 [tokens, slots], the compressed rows of each query, -1 in slots without one, or None.
         sink: float32 [heads], a logit whose value is zero.
-        span: length of the window, in rows.
 
     Returns:
         float32 [tokens, heads, dim].
     """
     tokens, _, dim = q.shape
-    slots = 0 if chosen is None else chosen.shape[1]
-    step = max(1, _GATHER_LIMIT // ((span + slots) * dim))
+    slots = near.shape[1] + (0 if chosen is None else chosen.shape[1])
+    step = max(1, _GATHER_LIMIT // (slots * dim))
     if tokens <= step:
-        return _attend(q, window, first, compressed, chosen, sink, span)
+        return _attend(q, window, near, compressed, chosen, sink)
     out = torch.empty_like(q)
     for t in range(0, tokens, step):
         part = slice(t, t + step)
-        out[part] = _attend(
-            q[part], window, first[part], compressed, None if chosen is None else chosen[part], sink, span
-        )
+        out[part] = _attend(q[part], window, near[part], compressed, None if chosen is None else chosen[part], sink)
     return out
 
 
 def _attend(
-    q: Tensor, window: Tensor, first: Tensor, compressed: Tensor | None, chosen: Tensor | None, sink: Tensor, span: int
+    q: Tensor, window: Tensor, near: Tensor, compressed: Tensor | None, chosen: Tensor | None, sink: Tensor
 ) -> Tensor:
     tokens, heads, dim = q.shape
     q = q * dim**-0.5
-    index = first.unsqueeze(1) + torch.arange(span, device=q.device)
-    groups = [_gather(q, window, index)]
+    groups = [_gather(q, window, near)]
     if compressed is not None and chosen is not None and chosen.shape[1]:
-        missing = -chosen.shape[1] % ROW_STEP
-        chosen = torch.nn.functional.pad(chosen, (0, missing), value=-1)
+        chosen = torch.nn.functional.pad(chosen, (0, -chosen.shape[1] % ROW_STEP), value=-1)
         groups += [_gather(q, compressed, part) for part in chosen.split(ROW_STEP, dim=1)]
 
     sink = sink.view(1, heads, 1)
@@ -63,13 +57,11 @@ def _attend(
     for score, _ in groups:
         top = torch.maximum(top, score.amax(-1, keepdim=True))
     total = torch.exp(sink - top)
-    out = None
+    out = torch.zeros_like(q)
     for score, rows in groups:
         weight = torch.exp(score - top)
         total = total + tree_sum(weight, -1).unsqueeze(-1)
-        value = torch.bmm(weight, rows)
-        out = value if out is None else out + value
-    assert out is not None
+        out += torch.bmm(weight, rows)
     return out / total
 
 
