@@ -1,0 +1,364 @@
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds4.chat import parse
+from ds4.chat.dsml import END_THINK_INJECTION
+from ds4.chat.stream import (
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    Event,
+    Finish,
+    Problem,
+    ReasoningDelta,
+    StreamParser,
+    TextDelta,
+)
+from tests.chat.helpers import (
+    MARK,
+    TOOLS,
+    Generation,
+    add_up,
+    broken_texts,
+    generations,
+    noise,
+    pieces_of,
+    soups,
+    tag_soup,
+)
+
+START, END = f"<{MARK}tool_calls>", f"</{MARK}tool_calls>"
+INVOKE, I_END = f'<{MARK}invoke name="sh">', f"</{MARK}invoke>"
+STRING, JSON = (f'<{MARK}parameter name="x" string="{flag}">' for flag in ("true", "false"))
+P_END = f"</{MARK}parameter>"
+
+
+def run(pieces: list[bytes], parser: StreamParser, reason: str = "stop") -> list[Event]:
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.push(piece)
+        if parser.done:
+            break
+    return events + parser.finish(reason)
+
+
+def pushed(text: str, thinking: bool = False, tools: frozenset[str] = TOOLS) -> list[list[Event]]:
+    """Events of every character of a text that goes on."""
+    parser = StreamParser(thinking, tools)
+    return [parser.push(char.encode()) for char in text]
+
+
+# ---- the stream and the final parse agree, however the bytes are cut -------------------------------------------------
+
+
+@given(generations(), st.data())
+def test_valid_generations(generation: Generation, data: st.DataObject) -> None:
+    pieces = pieces_of(data, generation.text.encode())
+    events = run(pieces, StreamParser(generation.thinking, TOOLS))
+    total = add_up(events)
+    assert total.reasoning == generation.reasoning
+    assert total.content == generation.content
+    assert [(name, json.loads(text)) for name, text in total.calls] == generation.calls
+    assert total.finish is not None
+    assert total.finish.message == parse(generation.text, generation.thinking, TOOLS)
+    assert total.finish.reason == ("tool_calls" if generation.calls else "stop")
+
+
+@given(broken_texts() | soups, st.booleans(), st.sampled_from(["stop", "length"]), st.data())
+def test_broken_generations(source: tuple[str, bool], with_tools: bool, reason: str, data: st.DataObject) -> None:
+    text, thinking = source
+    tools = TOOLS if with_tools else frozenset[str]()
+    total = add_up(run(pieces_of(data, text.encode()), StreamParser(thinking, tools), reason))
+    assert total == add_up(run([text.encode()], StreamParser(thinking, tools), reason))
+    for _, arguments in total.calls:
+        assert isinstance(json.loads(arguments), dict)
+    message = parse(text, thinking, tools)
+    assert total.finish is not None
+    assert total.reasoning == message.reasoning == total.finish.message.reasoning
+    if total.problems and total.problems[0].streamed:
+        assert not message.tool_calls
+        assert message.text.startswith(total.content)
+        assert total.finish.reason == ("length" if reason == "length" else "error")
+        return
+    assert total.finish.message == message
+    assert total.content == message.content
+    assert [(name, json.loads(text)) for name, text in total.calls] == [
+        (call.name, json.loads(call.arguments)) for call in message.tool_calls
+    ]
+
+
+@given(st.lists(st.binary(max_size=6) | noise.map(lambda text: text.encode("utf-8", "ignore")), max_size=8), st.data())
+def test_any_bytes_come_out_as_valid_text(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join([f"why</think>{START}{INVOKE}{STRING}".encode(), *parts])
+    total = add_up(run(pieces_of(data, whole), StreamParser(True, TOOLS)))
+    assert total.finish is not None
+    assert total.finish.message == parse(whole.decode("utf-8", "replace"), True, TOOLS)
+    plain = add_up(run(pieces_of(data, b"".join(parts)), StreamParser(False, None)))
+    assert plain.content == b"".join(parts).decode("utf-8", "replace").removeprefix("<think>")
+
+
+@given(generations(), st.data())
+def test_no_event_holds_half_a_character_or_a_piece_of_a_block(generation: Generation, data: st.DataObject) -> None:
+    parser = StreamParser(generation.thinking, TOOLS)
+    events: list[Event] = []
+    said = repr((generation.reasoning, generation.content, generation.calls))
+    for piece in pieces_of(data, generation.text.encode()):
+        events += parser.push(piece)
+        total = add_up([e for e in events if isinstance(e, ReasoningDelta | TextDelta)])
+        assert generation.reasoning.startswith(total.reasoning)
+        assert generation.content.startswith(total.content)
+        assert "\ufffd" not in total.reasoning + total.content or "\ufffd" in said
+
+
+@given(st.lists(st.sampled_from(tag_soup) | noise, max_size=8), st.data())
+def test_a_marked_tag_in_the_reasoning_leaves_whole(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(part for part in parts if "think>" not in part).encode("utf-8", "ignore").decode()
+    parser = StreamParser(True, TOOLS)
+    cuts = {0}
+    at = 0
+    for piece in pieces_of(data, text.encode()):
+        for event in parser.push(piece):
+            assert isinstance(event, ReasoningDelta)
+            at += len(event.text)
+            cuts.add(at)
+    for tag in re.finditer(f'</?{MARK}(?:tool_calls|invoke(?: name="sh")?|parameter(?: name="n")?)>', text):
+        assert not any(tag.start() < cut < tag.end() for cut in cuts)
+
+
+# ---- what leaves when ------------------------------------------------------------------------------------------------
+
+
+def test_text_leaves_as_soon_as_it_can() -> None:
+    steps = ["".join(e.text for e in step if isinstance(e, TextDelta)) for step in pushed("2 < 3 </b> <tool> \n.")]
+    assert steps == [
+        "2",
+        "",
+        "",
+        " <",
+        " 3",
+        "",
+        "",
+        "",
+        " </b",
+        ">",
+        "",
+        "",
+        "",
+        "",
+        "",
+        "",
+        " <tool>",
+        "",
+        "",
+        " \n.",
+    ]
+
+
+def test_without_tools_everything_leaves_at_once() -> None:
+    text = f"a <{MARK}tool_calls> \n"
+    events = pushed(text, tools=frozenset())
+    assert [[event.text for event in step] for step in events] == [[char] for char in text]  # type: ignore[union-attr]
+
+
+def test_reasoning_waits_only_for_its_end_marker() -> None:
+    parser = StreamParser(True, None)
+    assert parser.push(b"a </th") == [ReasoningDelta("a ")]
+    assert parser.push(b"at </thi") == [ReasoningDelta("</that ")]
+    assert parser.push(b"nk>b") == [TextDelta("b")]
+    assert parser.finish() == [Finish("stop", parse("a </that </think>b"))]
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    parser = StreamParser(False, None)
+    a, b = "😀".encode()[:3], "😀".encode()[3:]
+    assert parser.push(b"x" + a) == [TextDelta("x")]
+    assert parser.push(b) == [TextDelta("😀")]
+    assert parser.push(a) == []
+    assert parser.finish()[0] == TextDelta("\ufffd")
+
+
+def test_the_events_of_a_call() -> None:
+    text = (
+        f'Hi.\n\n{START}\n{INVOKE}\n{STRING}a "b"\n{P_END}\n{JSON}[ 1, "é"]{P_END}\n{I_END}\n{INVOKE}\n{I_END}\n{END}'
+    )
+    events = run([text.encode()], StreamParser(False, TOOLS))
+    assert events[:-1] == [
+        TextDelta("Hi."),
+        CallBegin(0, "sh"), ArgumentsDelta(0, '{"x":"a \\"b\\"\\n","x":[1,"é"]}'), CallEnd(0),
+        CallBegin(1, "sh"), ArgumentsDelta(1, "{}"), CallEnd(1),
+    ]  # fmt: skip
+    assert isinstance(events[-1], Finish)
+    assert [call.arguments for call in events[-1].message.tool_calls] == ['{"x":[1,"é"]}', "{}"]
+
+
+def test_a_string_leaves_while_it_is_sampled() -> None:
+    parser = StreamParser(False, TOOLS)
+    parser.push(f"{START}{INVOKE}{STRING}".encode())
+    assert parser.push(b"one ") == [ArgumentsDelta(0, '"one ')]
+    assert parser.push("two</｜DSML｜par".encode()) == [ArgumentsDelta(0, "two")]
+    assert parser.push(b"k>") == [ArgumentsDelta(0, "</｜DSML｜park>")]
+    assert parser.push(b"</div>\n") == [ArgumentsDelta(0, "</div>\\n")]
+    assert parser.push("</｜DSML｜parameter>".encode()) == [ArgumentsDelta(0, '"')]
+
+
+def test_a_partial_escape_waits_in_profile_ds4() -> None:
+    parser = StreamParser(False, TOOLS, profile="ds4")
+    parser.push(f"{START}{INVOKE}{STRING}".encode())
+    assert parser.push(b"a&lt;/") == [ArgumentsDelta(0, '"a')]
+    assert parser.push(f"{MARK}parameter>b".encode()) == [ArgumentsDelta(0, f"{P_END}b")]
+    assert parser.push(b"&amp;") == [ArgumentsDelta(0, "&amp;")]
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["length", "stop", "cancelled"])
+def test_a_cut_call_is_closed(reason: str) -> None:
+    parser = StreamParser(False, TOOLS)
+    parser.push(f'{START}{INVOKE}{STRING}a{P_END}{JSON}{{"k": [tr'.encode())
+    *events, finish = parser.finish(reason)
+    assert events == [ArgumentsDelta(0, "true]}}"), CallEnd(0)]
+    assert isinstance(finish, Finish)
+    assert finish.reason == ("tool_calls" if reason == "stop" else reason)
+    assert (finish.message.complete, finish.message.raw_dsml) == (False, "")
+
+
+def test_a_block_without_any_call_is_dropped() -> None:
+    parser = StreamParser(False, TOOLS)
+    assert parser.push(f"Hi.\n\n{START}\n<{MARK}inv".encode()) == [TextDelta("Hi.")]
+    (finish,) = parser.finish()
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.message.content) == ("error", "Hi.")
+
+
+def test_an_unreadable_block_is_text_if_nothing_of_it_left() -> None:
+    parser = StreamParser(False, TOOLS)
+    text = f"\n\n{START}\noops {INVOKE}{I_END}\n{END}"
+    assert parser.push(f"Hi.{text}".encode()) == [TextDelta("Hi.")]
+    assert parser.malformed
+    assert (parser.calls_begun, parser.done) == (0, "tool_calls")
+    problem, rest, finish = parser.finish()
+    assert problem == Problem("text between the tags of a tool call", streamed=False)
+    assert rest == TextDelta(text)
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.message.content) == ("stop", f"Hi.{text}")
+
+
+def test_an_unreadable_call_that_left_is_closed_and_ends_in_an_error() -> None:
+    parser = StreamParser(False, TOOLS)
+    events = parser.push(f"{START}{INVOKE}{JSON}[1, 2 3".encode())
+    assert [type(event) for event in events] == [CallBegin, ArgumentsDelta, CallEnd, Problem]
+    assert events[1] == ArgumentsDelta(0, '{"x":[1,2]}')
+    assert parser.push(f"]{P_END}{I_END}{END}".encode()) == []
+    assert parser.done == "tool_calls"
+    (finish,) = parser.finish()
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.message.tool_calls) == ("error", ())
+
+
+def test_generation_can_stop_behind_the_block() -> None:
+    parser = StreamParser(False, TOOLS)
+    parser.push(f"{START}{INVOKE}{I_END}".encode())
+    assert parser.done is None
+    parser.push(f"{END} more".encode())
+    assert parser.done == "tool_calls"
+    assert parser.push(b"text") == []
+    assert isinstance(parser.finish()[-1], Finish)
+    assert parser.finish() == []
+
+
+def test_one_call_only() -> None:
+    parser = StreamParser(False, TOOLS, parallel=False)
+    parser.push(f"{START}{INVOKE}{STRING}a{P_END}{I_END}\n{INVOKE}{I_END}".encode())
+    assert parser.done == "tool_calls"
+    finish = parser.finish()[-1]
+    assert isinstance(finish, Finish)
+    assert finish.reason == "tool_calls"
+    assert [call.arguments for call in finish.message.tool_calls] == ['{"x":"a"}']
+    # The block has no end, so it is written anew next time.
+    assert (finish.message.raw_dsml, finish.message.complete) == ("", True)
+
+
+def test_reasoning_closed_for_the_model() -> None:
+    parser = StreamParser(True, TOOLS)
+    parser.push(f"why {START}".encode())
+    assert parser.inject() == []
+    events = parser.push(f"{INVOKE}{STRING}1{P_END}{I_END}".encode())
+    assert [type(event) for event in events] == [CallBegin, ArgumentsDelta, CallEnd]
+    finish = parser.finish()[-1]
+    assert isinstance(finish, Finish)
+    assert finish.message == parse(
+        f"why {START}{END_THINK_INJECTION}{INVOKE}{STRING}1{P_END}{I_END}", True, TOOLS, recovered=True
+    )
+    assert finish.message.reasoning == f"why {START}"
+
+
+# ---- stop strings ----------------------------------------------------------------------------------------------------
+
+
+@given(noise, st.lists(st.sampled_from(["\n\n", "<d", "😀a", "</div>", "é"]), min_size=1, max_size=3), st.data())
+def test_stop_strings_at_any_split(text: str, stops: list[str], data: st.DataObject) -> None:
+    text = "-" + text.encode("utf-8", "ignore").decode()
+    total = add_up(run(pieces_of(data, text.encode()), StreamParser(False, None, stops=stops)))
+    cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert total.content == text[:cut]
+    assert total.finish is not None
+    assert (total.finish.stop_string is None) == (cut == len(text))
+    assert total.finish.reason == "stop"
+
+
+def test_stop_strings_do_not_count_in_reasoning() -> None:
+    parser = StreamParser(True, None, stops=["END"])
+    parser.push(b"the END is near</think>so EN")
+    assert parser.done is None
+    parser.push(b"D more")
+    assert parser.done == "stop"
+    total = add_up(parser.finish())
+    assert total.finish is not None
+    assert (total.finish.message.reasoning, total.finish.message.content) == ("the END is near", "so ")
+    assert total.finish.stop_string == "END"
+
+
+def test_a_stop_string_inside_a_call_closes_it() -> None:
+    parser = StreamParser(False, TOOLS, stops=["END"])
+    events = parser.push(f"{START}{INVOKE}{STRING}a END b".encode()) + parser.finish()
+    total = add_up(events)
+    assert total.calls == [("sh", '{"x":"a "}')]
+    assert total.finish is not None
+    assert total.finish.reason == "stop"
+    behind = StreamParser(False, TOOLS, stops=["END"])
+    behind.push(f"{START}{INVOKE}{I_END}{END}END".encode())
+    assert behind.done == "tool_calls"
+
+
+def test_a_held_beginning_of_a_stop_string_is_text_in_the_end() -> None:
+    parser = StreamParser(False, TOOLS, stops=["ENDE", "ND"])
+    parser.push(b"THE EN")
+    assert add_up(parser.finish()).content == " EN"
+    parser = StreamParser(False, None, stops=["ENDE", "ND"])
+    assert parser.push(b"THE END") == [TextDelta("THE ")]
+    total = add_up(parser.finish())
+    assert total.content == "E"
+    assert total.finish is not None
+    assert total.finish.stop_string == "ND"
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_huge_values() -> None:
+    body = "0123456789<b>\n" * 40_000
+    text = f"{START}{INVOKE}{STRING}{body}{P_END}{JSON}[{'[1, 2], ' * 30_000}0]{P_END}{I_END}{END}"
+    whole = text.encode()
+    pieces = [whole[i : i + 997] for i in range(0, len(whole), 997)]
+    total = add_up(run(pieces, StreamParser(False, TOOLS)))
+    assert total.finish is not None
+    message = total.finish.message
+    assert message == parse(text, False, TOOLS)
+    assert message.raw_dsml == text
+    assert json.loads(total.calls[0][1])["x"][-1] == 0
+    assert len(total.calls[0][1]) > len(body)
