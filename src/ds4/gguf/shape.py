@@ -130,7 +130,7 @@ PRO = Shape(
 
 TINY = Shape(
     name="tiny",
-    layers=6, hidden=256, heads=8, head_dim=128, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128,
+    layers=6, hidden=256, heads=8, head_dim=256, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128,
     window=128, ratios=_ratios(6, 0), index_heads=8, index_dim=128, index_top_k=32,
     experts=8, experts_used=2, expert_hidden=256, route_scale=1.5, hash_layers=2, vocab=4096,
 )  # fmt: skip

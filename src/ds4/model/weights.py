@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,25 +95,30 @@ class MappedExperts:
     file: ModelFile
     layer: int
 
-    def _expert(self, kind: str, expert: int) -> Tensor:
+    def _expert(self, kind: str, expert: int, out: Tensor | None = None) -> Tensor:
         name = f"blk.{self.layer}.ffn_{kind}_exps.weight"
         _, rows, _ = self.file.tensors[name].shape
-        return _dequantize_rows(self.file, name, expert * rows, (expert + 1) * rows)
+        return _dequantize_rows(self.file, name, expert * rows, (expert + 1) * rows, out)
 
     def gate_up(self, expert: int) -> Tensor:
-        return torch.cat((self._expert("gate", expert), self._expert("up", expert)))
+        _, rows, width = self.file.tensors[f"blk.{self.layer}.ffn_gate_exps.weight"].shape
+        both = torch.empty(2 * rows, width)
+        self._expert("gate", expert, both[:rows])
+        self._expert("up", expert, both[rows:])
+        return both
 
     def down(self, expert: int) -> Tensor:
         return self._expert("down", expert)
 
 
-def _dequantize_rows(file: ModelFile, name: str, first: int, end: int) -> Tensor:
-    """Rows first .. end - 1 of a tensor, its outer dimensions seen as one: float32 [rows, in]."""
+def _dequantize_rows(file: ModelFile, name: str, first: int, end: int, out: Tensor | None = None) -> Tensor:
+    """Rows first .. end - 1 of a tensor, its outer dimensions seen as one: float32 [rows, in], in `out` if given."""
     info = file.tensors[name]
     width = info.shape[-1]
     size = blocks.row_bytes(info.type, width)
     data = file.raw(name)[first * size : end * size]
-    return blocks.dequantize(data, info.type, (end - first) * width).view(end - first, width)
+    target = None if out is None else out.view(-1)
+    return blocks.dequantize(data, info.type, (end - first) * width, out=target).view(end - first, width)
 
 
 class Source(Protocol):
@@ -174,9 +178,7 @@ class FileSource:
         if dtype is None:
             return self.vector(name)
         self._count(name)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            return torch.from_numpy(self.file.raw(name)).view(dtype).view(info.shape)
+        return blocks.as_tensor(self.file.raw(name)).view(dtype).view(info.shape)
 
     def experts(self, layer: int) -> ops.ExpertSource:
         names = [f"blk.{layer}.ffn_{kind}_exps.weight" for kind in ("gate", "up", "down")]
