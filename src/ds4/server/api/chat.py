@@ -1,0 +1,207 @@
+"""OpenAI's chat completions: the request in, the events out. Nothing is decided here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ds4.chat.events import ArgumentsDelta, CallBegin, ReasoningDelta, TextDelta
+from ds4.chat.message import Message, ToolCall, read_message
+from ds4.chat.tools import ToolSchema, tool_schemas
+from ds4.errors import RequestError
+from ds4.server.api.chat_types import ChatCompletionRequest, ThinkingOption
+from ds4.server.api.common import check_effort, refuse, sampling_of, stops_of, thinking_of, validate
+from ds4.server.config import ServerConfig
+from ds4.server.errors import ApiError
+from ds4.server.exchange import frame
+from ds4.server.request import ChatRequest, Done, Events, Failed, Usage
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+def parse(value: Mapping[str, Any], config: ServerConfig, model: str) -> tuple[ChatRequest, ChatCompletionRequest]:
+    """The request in the terms of the chat format, and as it came. Raises ApiError 400 that names the field."""
+    if value.get("messages") is None:
+        raise ApiError(400, "missing messages", param="messages")
+    body = validate(ChatCompletionRequest, value)
+    _check_supported(body)
+    tools = _tools(body)
+    thinking = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
+    default = True if config.think_default is None else config.think_default
+    effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    request = ChatRequest(
+        model=body.model or model,
+        messages=tuple(_message(message, i) for i, message in enumerate(body.messages)),
+        tools=tools,
+        calls_allowed=body.tool_choice != "none",
+        parallel_calls=body.parallel_tool_calls is not False,
+        thinking=thinking_of(thinking, body.think, effort, body.model, default),
+        effort=effort,
+        sampling=sampling_of(
+            {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")}
+        ),
+        max_tokens=limit,
+        stop=stops_of(body.stop),
+    )
+    return request, body
+
+
+def _check_supported(body: ChatCompletionRequest) -> None:
+    """Refuse what would silently be missing from the answer."""
+    if body.n is not None and body.n != 1:
+        raise refuse("n", "this version gives one answer")
+    if body.logprobs or body.top_logprobs:
+        raise refuse("logprobs" if body.logprobs else "top_logprobs", "this version does not report them")
+    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+        if getattr(body, name):
+            raise refuse(name, "this version samples without it")
+    if body.response_format is not None and body.response_format.get("type", "text") != "text":
+        raise refuse("response_format", "this version answers in plain text only")
+    for name in ("functions", "function_call"):
+        if getattr(body, name) is not None:
+            raise refuse(name, "use tools and tool_choice")
+    if body.modalities is not None and set(body.modalities) - {"text"}:
+        raise refuse("modalities", "the model reads and writes text only")
+    if body.audio is not None:
+        raise refuse("audio", "the model reads and writes text only")
+    choice = body.tool_choice
+    if isinstance(choice, Mapping) or choice not in (None, "auto", "none"):
+        if isinstance(choice, str) and choice != "required":
+            raise ApiError(400, f"tool_choice is {choice!r}; use none or auto", param="tool_choice")
+        raise refuse("tool_choice", "this version cannot force a call; use none or auto")
+
+
+def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
+    try:
+        return tool_schemas(body.tools)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="tools") from None
+
+
+def _message(value: Mapping[str, Any], index: int) -> Message:
+    where = f"messages[{index}]"
+    try:
+        message = read_message(value, where)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    if message.role not in _ROLES:
+        raise ApiError(
+            400,
+            f"{where}.role {message.role!r} is not known: use system, developer, user, assistant or tool",
+            param="messages",
+        )
+    if isinstance(message.content, str):
+        return message
+    # What the model once refused to say is no text; anything else that is no text would be missing from the prompt.
+    parts = tuple(part for part in message.content if part.type != "refusal")
+    for part in parts:
+        if part.type != "text":
+            raise refuse("messages", f"{where}.content has a part of type {part.type!r}; the model reads text only")
+    return replace(message, content=parts, raw_dsml="", task="", open_end=False)
+
+
+# ---- the answer -----------------------------------------------------------------------------------------------------
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Token counts as this API writes them."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.reused,
+            "cache_write_tokens": max(0, usage.prompt - usage.reused),
+        },
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def completion(done: Done, number: int, model: str) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    # Calls that cannot be read are text here, and text is a normal end.
+    unreadable = done.reason == "error" and done.whole.text != done.message.text
+    answer = done.whole
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [_call_object(call) for call in answer.tool_calls]
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": "stop" if unreadable else done.reason,
+            }
+        ],
+        "usage": usage_object(done.usage),
+    }
+
+
+class ChatStream:
+    """The chunks of a streamed answer (see `ds4.server.exchange.Projector`)."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def __init__(self, number: int, model: str, include_usage: bool) -> None:
+        self._base = {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._include_usage = include_usage
+
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return frame({**self._base, "choices": [choice], **({"usage": None} if self._include_usage else {})})
+
+    def open(self) -> bytes:
+        """The chunk that names the role."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def events(self, reply: Events) -> bytes:
+        """One chunk for each event that is visible on this API."""
+        return b"".join(self._chunk(delta) for delta in _deltas(reply))
+
+    def done(self, reply: Done) -> bytes:
+        """The finish, the usage if it was asked for, and the end mark."""
+        if reply.reason == "error":
+            problem = "; ".join(reply.message.problems) or "the tool call could not be read"
+            return self.failed(Failed(500, f"the model wrote a malformed tool call: {problem}"))
+        frames = self._chunk({}, reply.reason)
+        if self._include_usage:
+            frames += frame({**self._base, "choices": [], "usage": usage_object(reply.usage)})
+        return frames + b"data: [DONE]\n\n"
+
+    def failed(self, reply: Failed) -> bytes:
+        """An error event; nothing follows it."""
+        return frame(ApiError(reply.status, reply.message).openai())
+
+
+def _deltas(reply: Events) -> Sequence[Mapping[str, Any]]:
+    deltas: list[Mapping[str, Any]] = []
+    for event in reply.events:
+        if isinstance(event, ReasoningDelta):
+            deltas.append({"reasoning_content": event.text})
+        elif isinstance(event, TextDelta):
+            deltas.append({"content": event.text})
+        elif isinstance(event, CallBegin):
+            call = ToolCall(event.name, "", reply.call_ids[event.index])
+            deltas.append({"tool_calls": [{"index": event.index, **_call_object(call)}]})
+        elif isinstance(event, ArgumentsDelta):
+            deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
+    return deltas

@@ -1,0 +1,97 @@
+"""What the parsers of all APIs share: validation errors in words, thinking, sampling, unsupported fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds4.chat.effort import resolve
+from ds4.engine.sampling import Sampling
+from ds4.errors import Ds4Error, RequestError
+from ds4.server.config import ServerConfig
+from ds4.server.errors import ApiError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def validate(kind: type[Body], value: Mapping[str, Any]) -> Body:
+    """The body as its type. Raises ApiError 400 that names the first wrong field."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        field = str(problems[0]["loc"][0])
+        # A field with several types has one problem for each of them.
+        same = [problem for problem in problems if problem["loc"][0] == field]
+        path = "".join(_step(part) for part in same[-1]["loc"]).lstrip(".")
+        what = " or ".join(dict.fromkeys(_words(problem["msg"]) for problem in same))
+        raise ApiError(400, f"invalid JSON request: {path}: expected {what}", param=field) from None
+
+
+def _words(message: str) -> str:
+    """A problem in JSON's words."""
+    for prefix in ("Input should be ", "List should have "):
+        message = message.removeprefix(prefix)
+    return message.split(" or instance of")[0].replace("valid dictionary", "object").replace("a object", "an object")
+
+
+def _step(part: int | str) -> str:
+    """One step of the way to a field; alternatives of a type add their own names, which say nothing to a client."""
+    if isinstance(part, int):
+        return f"[{part}]"
+    is_type = part in ("bool", "str", "int", "float") or "[" in part or not part.islower()
+    return "" if is_type else f".{part}"
+
+
+def refuse(field: str, why: str) -> ApiError:
+    """A 400 for a field that cannot be honoured."""
+    return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
+
+
+def thinking_of(
+    thinking: bool | str | None, think: bool | None, effort: str | None, model: str | None, default: bool
+) -> bool:
+    """Whether a request thinks.
+
+    Effort `none` switches it off whatever else is said; then the explicit controls count, then an effort, then the
+    names of models that always (never) think, then the default.
+    """
+    if effort == "none":
+        return False
+    if isinstance(thinking, str):
+        thinking = {"enabled": True, "disabled": False}.get(thinking)
+    for control in (thinking, think):
+        if control is not None:
+            return control
+    if effort is not None:
+        return True
+    return {"deepseek-chat": False, "deepseek-reasoner": True}.get(model or "", default)
+
+
+def check_effort(effort: str | None, config: ServerConfig, field: str) -> str | None:
+    """The effort if its name is known. Raises ApiError 400."""
+    try:
+        resolve(effort, config.effort_profile)
+    except RequestError as error:
+        raise ApiError(400, f"{field}: {error}", param=field) from None
+    return effort
+
+
+def sampling_of(values: Mapping[str, float | int | None]) -> Sampling:
+    """Sampling from the fields a request has; None means the default. Raises ApiError 400 that names the field."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if given.get("seed", 0) <= 0:
+        given.pop("seed", None)
+    for name, value in given.items():
+        try:
+            Sampling(**{name: value})  # type: ignore[arg-type]
+        except Ds4Error as error:
+            raise ApiError(400, str(error), param=name) from None
+    return Sampling(**given)  # type: ignore[arg-type]
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings without empty ones."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)

@@ -1,0 +1,191 @@
+"""What the server can be told, and its command line. It imports nothing heavy: `--help` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from ds4.errors import Ds4Error
+
+DEFAULT_CONTEXT = 32_768
+DEFAULT_MAX_TOKENS = 393_216
+
+# Flags of the runtime and the server that this version knows but cannot do yet. They are refused by name: to ignore
+# one would run something else than what was asked for.
+NOT_BUILT = frozenset(
+    {
+        "--metal", "--cuda", "--rocm", "--power", "--quality", "--warm-weights", "--gpu-vram", "--gpu-devices",
+        "--cuda-tensor-parallel", "--ssd-streaming", "--ssd-streaming-cold", "--ssd-streaming-cache-experts",
+        "--ssd-streaming-preload-experts", "--simulate-used-memory", "--mtp", "--mtp-draft", "--mtp-margin", "--dspark",
+        "--dspark-confidence", "--dspark-strict", "--expert-profile", "--dir-steering-file", "--dir-steering-ffn",
+        "--dir-steering-attn", "--dir-steering-policy", "--kv-disk-dir", "--kv-disk-space-mb", "--kv-cache-min-tokens",
+        "--kv-cache-cold-max-tokens", "--kv-cache-continued-interval-tokens", "--kv-cache-boundary-trim-tokens",
+        "--kv-cache-boundary-align-tokens", "--kv-cache-reject-different-quant", "--batched-session",
+        "--mixed-prefill-quantum", "--vision", "--role", "--layers", "--listen", "--coordinator", "--tensor-parallel",
+        "--transport", "--raw-completions", "--request-timeout", "--step-timeout", "--api-key", "--api-key-file",
+        "--strict-tools",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server runs; the command line fills it.
+
+    Attributes:
+        model: model file; None: the small model that comes with the package.
+        host, port: where it listens; port 0 takes a free one.
+        ctx: most tokens of prompt and answer together.
+        max_tokens: limit of an answer if the request gives none.
+        threads: CPU threads of the engine; None: PyTorch's choice.
+        prefill_chunk: most prompt tokens evaluated between two steps of running answers; None: the engine's default.
+        checkpoint_mb: MiB that the ways back into earlier positions may hold.
+        template: chat template, `official` or `ds4`.
+        effort_profile: `preview` or `0731`: what effort names mean.
+        think_default: thinking if a request does not say; None: each API's own default.
+        cors: allow requests from web pages.
+        trace: file that gets one JSON line per event.
+        scripted: JSON Lines file that replaces the model (see docs/testing.md).
+        scripted_kv_bytes: bytes of scripted state per token.
+        max_queue: requests that may wait; 0: no limit.
+        max_sessions: conversations kept live.
+        safe_client_text: text of clients never becomes special tokens.
+        think_recovery: a tool call begun inside reasoning closes the reasoning.
+        replay: repeat the sampled bytes of tool calls when a client sends them back.
+        tool_memory_max_ids, tool_memory_bytes: limits of what `replay` remembers.
+        keep_alive_seconds: longest silence on a stream.
+        first_byte_seconds: how long a stream may wait for its status before the headers go out.
+        max_body_bytes: larger request bodies are refused.
+        chdir: directory to work in.
+    """
+
+    model: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ctx: int = DEFAULT_CONTEXT
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    threads: int | None = None
+    prefill_chunk: int | None = None
+    checkpoint_mb: int = 1024
+    template: str = "official"
+    effort_profile: str = "preview"
+    think_default: bool | None = None
+    cors: bool = False
+    trace: Path | None = None
+    scripted: Path | None = None
+    scripted_kv_bytes: int = 64
+    max_queue: int = 1024
+    max_sessions: int = 8
+    safe_client_text: bool = True
+    think_recovery: bool = True
+    replay: bool = True
+    tool_memory_max_ids: int = 100_000
+    tool_memory_bytes: int = 512 << 20
+    keep_alive_seconds: float = 10.0
+    first_byte_seconds: float = 1.0
+    max_body_bytes: int = 64 << 20
+    chdir: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("ctx", 1), ("max_tokens", 0), ("max_sessions", 1), ("max_queue", 0), ("checkpoint_mb", 0)):
+            if getattr(self, name) < low:
+                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be at least {low}")
+        for name in ("threads", "prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Ds4Error(f"{name} is {value}, but must be at least 1")
+        if self.scripted_kv_bytes < 0 or self.tool_memory_max_ids < 0:
+            raise Ds4Error("scripted_kv_bytes and tool_memory_max_ids cannot be negative")
+        if not 0 <= self.port <= 65535:
+            raise Ds4Error(f"port is {self.port}, but must be from 0 to 65535")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\nTry {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the server's command line."""
+    parser = _Parser(
+        prog="ds4-server",
+        description="Serve a DeepSeek V4 model over HTTP with OpenAI's chat API.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    on_off = argparse.BooleanOptionalAction
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "-m", "--model", type=Path, metavar="FILE", help="model file (GGUF); default: the embedded model"
+    )
+    model.add_argument("-c", "--ctx", type=int, metavar="N", help=f"tokens of context ({DEFAULT_CONTEXT})")
+    model.add_argument(
+        "-n", "--tokens", dest="max_tokens", type=int, metavar="N", help=f"limit of an answer ({DEFAULT_MAX_TOKENS})"
+    )
+    model.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads")
+    model.add_argument("--cpu", action="store_true", help="run on the CPU (the only device of this version)")
+    model.add_argument("--backend", metavar="NAME", help="cpu")
+    model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
+    model.add_argument("--checkpoint-mb", type=int, metavar="N", help="MiB for ways back into a conversation (1024)")
+    model.add_argument("--max-sessions", type=int, metavar="N", help="conversations kept live (8)")
+
+    chat = parser.add_argument_group("chat format")
+    chat.add_argument("--template", choices=("official", "ds4"), help="chat template (official)")
+    chat.add_argument("--effort-profile", choices=("preview", "0731"), help="meaning of effort names (preview)")
+    chat.add_argument("--think-default", choices=("on", "off"), help="thinking if a request does not say")
+    chat.add_argument("--safe-client-text", action=on_off, help="clients' text never becomes special tokens (on)")
+    chat.add_argument("--no-think-recovery", action="store_true", help="leave a tool call inside reasoning alone")
+    chat.add_argument("--disable-exact-dsml-tool-replay", action="store_true", help="always write calls anew")
+    chat.add_argument("--tool-memory-max-ids", type=int, metavar="N", help="tool calls remembered for replay (100000)")
+
+    http = parser.add_argument_group("server")
+    http.add_argument("--host", help="address to listen on (127.0.0.1)")
+    http.add_argument("--port", type=int, metavar="N", help="port to listen on (8000)")
+    http.add_argument("--cors", action="store_true", help="allow requests from web pages")
+    http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; 0: no limit (1024)")
+    http.add_argument("--chdir", type=Path, metavar="DIR", help="change to this directory first")
+
+    testing = parser.add_argument_group("testing")
+    testing.add_argument("--trace", type=Path, metavar="FILE", help="write prompts, tokens and decisions as JSON lines")
+    testing.add_argument("--scripted", type=Path, metavar="FILE", help="answer from a script instead of the model")
+    testing.add_argument(
+        "--scripted-kv-bytes-per-token",
+        dest="scripted_kv_bytes",
+        type=int,
+        metavar="N",
+        help="size of the scripted state (64)",
+    )
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> ServerConfig:
+    """The configuration that a command line asks for.
+
+    Exits with status 2 and a message for an unknown flag, one that is not built yet, or a bad value; 0 for --help.
+    """
+    parser = build_parser()
+    for argument in argv:
+        flag = argument.split("=", 1)[0]
+        if flag in NOT_BUILT:
+            parser.error(f"{flag} is not built yet in this version")
+    options = vars(parser.parse_args(argv))
+    options.pop("cpu", None)
+    backend = options.pop("backend", "cpu")
+    if backend != "cpu":
+        parser.error(f"--backend {backend} is not built yet in this version: use cpu")
+    if "think_default" in options:
+        options["think_default"] = options["think_default"] == "on"
+    if options.pop("no_think_recovery", False):
+        options["think_recovery"] = False
+    if options.pop("disable_exact_dsml_tool_replay", False):
+        options["replay"] = False
+    known = {field.name for field in fields(ServerConfig)}
+    try:
+        return ServerConfig(**{name: value for name, value in options.items() if name in known})
+    except Ds4Error as error:
+        parser.error(str(error))

@@ -1,0 +1,221 @@
+"""One answer as it is sampled: token by token, from logits to events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds4.chat.dsml import END_THINK_INJECTION, DecodeState, parse
+from ds4.chat.events import Event, Finish
+from ds4.chat.message import Message
+from ds4.chat.stream import StreamParser
+from ds4.engine import Sampler, Sampling, Session
+from ds4.server.request import ChatRequest
+from ds4.server.trace import Trace, printable
+from ds4.tokenizer import Tokenizer
+
+MAX_EOS_MASKED = 64
+"""How often the end of the sentence is refused inside a tool call; after that the call is closed as it is."""
+
+
+class Chooser(Protocol):
+    """Chooses the tokens of one answer."""
+
+    def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
+        """The next token; `greedy`: the most probable one."""
+        ...
+
+    def take_skipped(self) -> list[int]:
+        """Tokens that would have been taken since the last time, had they not been forbidden."""
+        ...
+
+
+ChooserFactory = Callable[[Session, Sampling], Chooser]
+
+
+class SamplingChooser:
+    """Samples from the logits."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampler = Sampler(sampling)
+        self._masks: dict[frozenset[int], Tensor] = {}
+        self._skipped: list[int] = []
+
+    def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
+        """See `Chooser`."""
+        if not forbidden:
+            return self._sampler.sample(logits, greedy)
+        best = int(logits.argmax())
+        if best in forbidden:
+            self._skipped.append(best)
+        return self._sampler.sample(logits, greedy, self._allowed(logits.shape[0], forbidden))
+
+    def take_skipped(self) -> list[int]:
+        """See `Chooser`; only the most probable token counts."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def _allowed(self, vocab: int, forbidden: frozenset[int]) -> Tensor:
+        mask = self._masks.get(forbidden)
+        if mask is None:
+            mask = torch.ones(vocab, dtype=torch.bool)
+            mask[list(forbidden)] = False
+            self._masks[forbidden] = mask
+        return mask
+
+
+def sampling_chooser(session: Session, sampling: Sampling) -> Chooser:
+    """The chooser of a real model."""
+    return SamplingChooser(sampling)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an answer ended.
+
+    Attributes:
+        reason: `stop`, `length`, `tool_calls` or `error`.
+        message: the answer, without ids of calls.
+        bindable: the state ends where the message ends, so a client's view of it can be bound to the state.
+    """
+
+    reason: str
+    message: Message
+    stop_string: str | None
+    bindable: bool
+
+
+class Generation:
+    """The answer to one request on one session.
+
+    Attributes:
+        fresh: tokens to evaluate next: the sampled one, and what was injected behind it.
+        completion, reasoning: tokens sampled or injected so far, without the end-of-sentence token.
+        ending: how it ended, or None while it goes on.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: ChatRequest,
+        session: Session,
+        chooser: Chooser,
+        tokenizer: Tokenizer,
+        *,
+        opened: int,
+        limit: int,
+        profile: str,
+        think_recovery: bool,
+        trace: Trace,
+    ) -> None:
+        """`opened`: the prompt's last token. `limit`: most tokens of the answer."""
+        self.number, self.request, self.session = number, request, session
+        self.fresh: list[int] = []
+        self.completion = 0
+        self.reasoning = 0
+        self.ending: Ending | None = None
+        self._chooser, self._tokenizer, self._trace = chooser, tokenizer, trace
+        self._limit = limit
+        self._profile = profile
+        self._recovery = think_recovery and request.tools_active
+        self._thinking = opened == tokenizer.think
+        self._tools = request.tools if request.tools_active else None
+        self._parser = StreamParser(
+            self._thinking, self._tools, stops=request.stop, parallel=request.parallel_calls, profile=profile
+        )
+        self._state = DecodeState(self._thinking, self._tools, profile=profile)
+        self._masked = 0
+        self._recovered = False
+        self._text: list[bytes] = []
+
+    def step(self) -> list[Event]:
+        """Choose the next token from the session's logits; returns the events it completes.
+
+        Afterwards either `ending` is set, or `fresh` holds the tokens to evaluate before the next step.
+        """
+        if self.completion >= self._limit:
+            return self._end("length")
+        greedy = self._state.greedy
+        forbidden = self._forbidden()
+        token = self._chooser.choose(self.session.logits, greedy, forbidden)
+        skipped = self._chooser.take_skipped()
+        self._masked += self._tokenizer.eos in skipped
+        if self._trace.active:
+            for passed_over in skipped:
+                self._trace_piece(passed_over, greedy, allowed=False)
+            self._trace_piece(token, greedy, allowed=token not in forbidden)
+        self.session.pending = token
+        if token == self._tokenizer.eos:
+            return self._end("stop")
+        self.fresh = [token]
+        events = self._take(token)
+        if self._parser.done:
+            return events + self._end("stop")
+        if self.completion >= self._limit:
+            return events + self._end("length")
+        if self._recovery and not self._recovered and self._state.dangling_start:
+            events += self._close_reasoning()
+        return events
+
+    def _take(self, token: int) -> list[Event]:
+        piece = self._tokenizer.token_bytes(token)
+        self.completion += 1
+        self._text.append(piece)
+        reasoned = self._state.in_reasoning
+        self._state.push(piece)
+        self.reasoning += reasoned and self._state.in_reasoning
+        return self._parser.push(piece)
+
+    def _forbidden(self) -> frozenset[int]:
+        forbidden = set()
+        if self._state.open_block and not self._state.failed and self._masked < MAX_EOS_MASKED:
+            forbidden.add(self._tokenizer.eos)
+        if self.request.tools and not self.request.calls_allowed:
+            forbidden.add(self._tokenizer.dsml)
+        return frozenset(forbidden)
+
+    def _close_reasoning(self) -> list[Event]:
+        """The model began a call inside its reasoning: close the reasoning for it, so that the call counts."""
+        tokens = self._tokenizer.encode_chat(END_THINK_INJECTION)
+        if self.completion + len(tokens) >= self._limit:
+            return []
+        self._recovered = True
+        self.completion += len(tokens)
+        self.fresh += tokens
+        self._text.append(END_THINK_INJECTION.encode())
+        self._state.inject()
+        self._trace.write(self.number, "inject", text=END_THINK_INJECTION)
+        return self._parser.inject()
+
+    def _end(self, reason: str) -> list[Event]:
+        *events, last = self._parser.finish(reason)
+        if not isinstance(last, Finish):
+            raise TypeError("the parser did not finish")
+        message = last.message
+        self.fresh = []
+        self.ending = Ending(
+            last.reason,
+            message,
+            last.stop_string,
+            bindable=last.reason in ("stop", "tool_calls") and last.stop_string is None and message.complete,
+        )
+        return events
+
+    def whole_text(self) -> Message:
+        """The answer read as a whole: calls that cannot be read are text in it. For answers that were not streamed."""
+        text = b"".join(self._text).decode(errors="replace")
+        return parse(text, self._thinking, self._tools, profile=self._profile, recovered=self._recovered)
+
+    def _trace_piece(self, token: int, greedy: bool, allowed: bool) -> None:
+        self._trace.write(
+            self.number,
+            "piece",
+            text=printable(self._tokenizer.token_bytes(token)),
+            greedy=greedy,
+            state=self._state.state.value,
+            allowed=allowed,
+        )

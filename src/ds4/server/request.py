@@ -1,0 +1,155 @@
+"""One request as all APIs share it, and what goes back to the handler that waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ds4.chat.events import Event
+from ds4.chat.message import Message
+from ds4.chat.rendered import Rendered
+from ds4.chat.tools import ToolSchema
+from ds4.engine.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asked for, in the terms of the chat format.
+
+    Attributes:
+        model: the name the client used; it is echoed.
+        messages: the conversation, tool calls with their wire ids.
+        tools: the offered tools.
+        calls_allowed: whether the model may call them; False keeps the tools in the prompt.
+        parallel_calls: False ends the answer after its first call.
+        thinking: whether the answer begins inside reasoning.
+        effort: a level for `chat.render`, or None.
+        sampling: how tokens are drawn.
+        max_tokens: limit of the answer, or None for the server's.
+        stop: strings that end the answer.
+        call_prefix: how ids of calls begin on this API.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+    calls_allowed: bool = True
+    parallel_calls: bool = True
+    thinking: bool = True
+    effort: str | None = None
+    sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    call_prefix: str = "call_"
+
+    @property
+    def tools_active(self) -> bool:
+        """Whether tool calls are looked for in the answer."""
+        return bool(self.tools) and self.calls_allowed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered request.
+
+    Attributes:
+        text: the prompt with its client spans.
+        ids: its tokens.
+        key: its key bytes (see `Tokenizer.key_bytes`).
+    """
+
+    text: Rendered
+    ids: list[int]
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request.
+
+    Attributes:
+        prompt: tokens of the prompt that was evaluated or reused; with hidden reasoning more than the client sent.
+        reused: those of them that were taken over from live state.
+        completion: sampled and injected tokens without the end-of-sequence token.
+        reasoning: those of them that are reasoning.
+    """
+
+    prompt: int = 0
+    reused: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The worker has begun with the request; its prompt is not evaluated yet."""
+
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Events:
+    """What the model wrote since the last time. `call_ids` are the ids of all calls begun so far, by index."""
+
+    events: Sequence[Event]
+    call_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a request that went well.
+
+    Attributes:
+        reason: `stop`, `length`, `tool_calls`, or `error` for tool calls that cannot be read.
+        message: the whole answer, its calls with their ids; it is what the events add up to.
+        stop_string: the stop string that ended it, if any.
+        whole: for an `error`, the answer with all its text: what a client gets that has seen no events.
+    """
+
+    reason: str
+    message: Message
+    usage: Usage
+    stop_string: str | None
+    whole: Message
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of a request that did not go well.
+
+    Attributes:
+        status: HTTP status, where it can still be sent.
+        message: for the client.
+    """
+
+    status: int
+    message: str
+
+
+Reply = Admitted | Events | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the worker.
+
+    Attributes:
+        number: counts requests since the start, from 1.
+        deliver: called by the worker with each reply; it must not block.
+    """
+
+    number: int
+    request: ChatRequest
+    prompt: Prompt
+    deliver: Callable[[Reply], None]
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """The client is gone: stop at the next step. May be called from any thread."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """True after `cancel`."""
+        return self._cancelled.is_set()

@@ -1,0 +1,123 @@
+"""Loads what is to be served, and serves it until a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+import uvicorn
+
+from ds4.engine import EngineConfig
+from ds4.engine.loading import embedded_model_path, load
+from ds4.errors import Ds4Error
+from ds4.gguf.file import open_model
+from ds4.server.api.models import model_id
+from ds4.server.app import create_app
+from ds4.server.config import ServerConfig
+from ds4.server.scripted import load_script, scripted_backend
+from ds4.server.trace import Trace
+from ds4.server.worker import Backend, Worker
+from ds4.tokenizer import Tokenizer
+
+log = logging.getLogger("ds4.server")
+
+_MAX_HEADER_BYTES = 64 << 10
+
+
+def run(config: ServerConfig, listener: socket.socket) -> int:
+    """Load the model and serve on a listening socket until a signal; the exit status. Raises Ds4Error."""
+    trace = open_trace(config.trace)
+    backend = load_backend(config)
+    worker = Worker(backend, config, trace)
+    server = GracefulServer(create_app(worker, config), worker)
+    host, port = listener.getsockname()[:2]
+    worker.start()
+    log.info("%s ready on http://%s:%d", backend.name, f"[{host}]" if ":" in host else host, port)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        worker.stop(timeout=5)
+        trace.close()
+    return 0
+
+
+class GracefulServer(uvicorn.Server):
+    """Ends running answers at the first signal, and the process at once at the second."""
+
+    def __init__(self, app: object, worker: Worker) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=65,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            )
+        )
+        self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for SIGINT and SIGTERM."""
+        if self.should_exit:
+            os._exit(130)
+        log.warning("shutting down; a second signal exits at once")
+        self.should_exit = True
+        # Answers have to end before their connections can be closed, and a signal handler must not wait.
+        threading.Thread(target=self._worker.stop, daemon=True).start()
+
+
+def load_backend(config: ServerConfig) -> Backend:
+    """What the configuration wants to be served. Raises Ds4Error."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    engine_config = EngineConfig(context=config.ctx, checkpoint_bytes=config.checkpoint_mb << 20)
+    if config.prefill_chunk is not None:
+        engine_config = replace(engine_config, prefill_chunk=config.prefill_chunk)
+    if config.scripted is not None:
+        return _scripted(config, config.scripted, engine_config)
+    with load_progress() as progress:
+        engine = load(config.model, config=engine_config, progress=progress)
+    if not engine.has_tokenizer:
+        raise Ds4Error(f"the model {config.model} has no tokenizer, so text cannot be served; use a complete file")
+    if engine.context < config.ctx:
+        log.warning("the model's context of %d tokens is smaller than --ctx %d", engine.context, config.ctx)
+    return Backend(engine, model_id(engine.shape.name))
+
+
+def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -> Backend:
+    lines = load_script(script)
+    file = open_model(config.model or embedded_model_path())
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    return scripted_backend(lines, tokenizer, engine_config, config.scripted_kv_bytes, model_id(file.shape.name))
+
+
+@contextlib.contextmanager
+def load_progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for bytes read, if someone looks at the terminal; else None."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("loading the model"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("load")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def open_trace(path: Path | None) -> Trace:
+    """The trace file, emptied. Raises Ds4Error."""
+    try:
+        return Trace(path)
+    except OSError as error:
+        raise Ds4Error(f"the trace cannot be written to {path}: {error.strerror or error}") from None

@@ -1,0 +1,145 @@
+"""The conversations that are kept live: their sessions, and the texts a client may come back with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds4.engine import Engine, Session
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A text that stands for a state, though the state's own text differs (hidden reasoning, other DSML bytes).
+
+    Attributes:
+        length, digest: size and hash of the key bytes that a prompt must begin with.
+        tokens: tokens of the session at that point.
+        extra: tokens sampled (or due) behind them that were not evaluated; they come before what follows.
+    """
+
+    length: int
+    digest: bytes
+    tokens: int
+    extra: tuple[int, ...] = ()
+
+
+def digest(key: bytes) -> bytes:
+    """The hash of key bytes in an anchor."""
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+def digests(key: bytes, lengths: Iterable[int]) -> dict[int, bytes]:
+    """The hashes of several prefixes of a key, in one pass."""
+    running, at, found = hashlib.blake2b(digest_size=16), 0, {}
+    for length in sorted(set(lengths)):
+        if length <= len(key):
+            running.update(key[at:length])
+            at = length
+            found[length] = running.digest()
+    return found
+
+
+class Slot:
+    """One live conversation.
+
+    Attributes:
+        session: its tokens and state.
+        busy: a request is using it.
+        used: when it was last used, on the clock of its table.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.busy = False
+        self.used = 0
+        self.anchors: list[Anchor] = []
+        self._key = bytearray()
+        self._key_tokens = 0
+
+    def key(self) -> bytes:
+        """Key bytes of the evaluated tokens."""
+        tokens = self.session.tokens
+        if len(tokens) < self._key_tokens:
+            self._key.clear()
+            self._key_tokens = 0
+        self._key += self.session.engine.tokenizer.key_bytes(tokens[self._key_tokens :])
+        self._key_tokens = len(tokens)
+        return bytes(self._key)
+
+    def reachable(self, length: int) -> int:
+        """The longest state of at most `length` tokens that the session can have without evaluating anything."""
+        session = self.session
+        end = len(session.tokens)
+        if length == end or (end - length <= 16 and session.state.can_truncate(length)):
+            return length
+        checkpoint = session.checkpoints.best(length)
+        return 0 if checkpoint is None else checkpoint.length
+
+    def keep(self, tokens: int) -> None:
+        """Forget what is known about the session behind its first `tokens` tokens: they are going to change."""
+        self.anchors = [anchor for anchor in self.anchors if anchor.tokens <= tokens]
+        if tokens < self._key_tokens:
+            self._key.clear()
+            self._key_tokens = 0
+
+    def bind(self, key: bytes, tokens: int, extra: tuple[int, ...] = ()) -> None:
+        """Let a prompt that begins with `key` continue behind the first `tokens` tokens and `extra`."""
+        anchor = Anchor(len(key), digest(key), tokens, extra)
+        self.anchors = [a for a in self.anchors if (a.length, a.digest) != (anchor.length, anchor.digest)]
+        self.anchors.append(anchor)
+
+    def fork(self) -> Slot:
+        """A slot with an equal session of its own."""
+        other = Slot(self.session.fork())
+        other.anchors = list(self.anchors)
+        return other
+
+
+class SlotTable:
+    """Up to `limit` slots; the least recently used one leaves for a new conversation."""
+
+    def __init__(self, engine: Engine, limit: int) -> None:
+        self.engine, self.limit = engine, limit
+        self.slots: list[Slot] = []
+        self._clock = 0
+
+    def has_room(self) -> bool:
+        """Whether another request can get a slot now."""
+        return len(self.slots) < self.limit or any(not slot.busy for slot in self.slots)
+
+    def take(self, wanted: Slot | None, whole: bool) -> Slot:
+        """The slot for a request that continues `wanted` (None: nothing), now busy.
+
+        With `whole` the request goes on behind everything the slot holds, so it takes the slot itself. Otherwise it
+        leaves it half way, and gets a fork as long as that costs no other conversation more recent than this one.
+        """
+        if wanted is not None and not wanted.busy and (whole or self._oldest() is wanted):
+            slot = wanted
+        else:
+            slot = Slot(self.engine.session()) if wanted is None else wanted.fork()
+            if len(self.slots) >= self.limit:
+                self.drop(self._oldest())
+            self.slots.append(slot)
+        slot.busy = True
+        self.touch(slot)
+        return slot
+
+    def touch(self, slot: Slot) -> None:
+        """Note that a slot is used now."""
+        self._clock += 1
+        slot.used = self._clock
+
+    def drop(self, slot: Slot | None) -> None:
+        """Give a slot up."""
+        if slot is not None:
+            self.slots.remove(slot)
+            slot.session.close()
+
+    def _oldest(self) -> Slot | None:
+        """The slot that leaves next if one has to leave now; None while there is room, or if all are busy."""
+        idle = [slot for slot in self.slots if not slot.busy]
+        if len(self.slots) < self.limit or not idle:
+            return None
+        return min(idle, key=lambda slot: slot.used)

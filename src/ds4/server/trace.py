@@ -1,0 +1,53 @@
+"""The trace: one JSON line for each thing the server decided or sampled, for people who debug a client or a prompt."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+
+class Trace:
+    """Writes events to a file, one JSON object a line with `t`, `request`, `event` first. Thread-safe.
+
+    `path` None: nothing is written.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._lock = threading.Lock()
+        self._file: IO[str] | None = None if path is None else path.open("w", encoding="utf-8", errors="replace")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is written; callers can save the work of describing an event."""
+        return self._file is not None
+
+    def write(self, request: int, event: str, **values: Any) -> None:
+        """Append an event of a request; it is on its way to the disk before this returns."""
+        if self._file is None:
+            return
+        line = json.dumps(
+            {"t": round(time.time(), 6), "request": request, "event": event, **values}, ensure_ascii=False
+        )
+        with self._lock:
+            if self._file is not None:
+                self._file.write(line + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def printable(data: bytes) -> str:
+    """Bytes as text, or `base64:...` if they are not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "base64:" + base64.b64encode(data).decode()

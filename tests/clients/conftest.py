@@ -1,0 +1,6 @@
+"""Makes the harness of the server tests importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))

@@ -1,0 +1,82 @@
+"""The command line: what it fills, what it refuses, and that it is quick about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds4.errors import Ds4Error
+from ds4.server.config import NOT_BUILT, ServerConfig, build_parser, parse_args
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    config = parse_args([])
+    assert config == ServerConfig()
+    assert (config.host, config.port, config.ctx, config.max_tokens) == ("127.0.0.1", 8000, 32768, 393216)
+    assert (config.max_queue, config.tool_memory_max_ids, config.safe_client_text) == (1024, 100_000, True)
+
+
+def test_every_flag_reaches_the_configuration() -> None:
+    flags = (
+        "-m m.gguf --host 0.0.0.0 --port 1 -c 100 -n 7 -t 2 --prefill-chunk 32 --checkpoint-mb 5 --template ds4"
+        " --effort-profile 0731 --think-default off --cors --trace t --scripted s --scripted-kv-bytes-per-token 3"
+        " --max-queue 4 --max-sessions 2 --no-safe-client-text --no-think-recovery --disable-exact-dsml-tool-replay"
+        " --tool-memory-max-ids 9 --chdir /tmp --cpu --backend cpu"
+    )
+    config = parse_args(flags.split())
+    assert config == ServerConfig(
+        model=Path("m.gguf"), host="0.0.0.0", port=1, ctx=100, max_tokens=7, threads=2, prefill_chunk=32,
+        checkpoint_mb=5, template="ds4", effort_profile="0731", think_default=False, cors=True, trace=Path("t"),
+        scripted=Path("s"), scripted_kv_bytes=3, max_queue=4, max_sessions=2, safe_client_text=False,
+        think_recovery=False, replay=False, tool_memory_max_ids=9, chdir=Path("/tmp"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-disk-dir", "x"], "--kv-disk-dir is not built yet in this version"),
+        (["--mtp=draft.gguf"], "--mtp is not built yet"),
+        (["--cuda"], "--cuda is not built yet"),
+        (["--backend", "rocm"], "--backend rocm is not built yet"),
+        (["--frobnicate"], "--frobnicate"),
+        (["--ctx", "many"], "many"),
+        (["--ctx", "0"], "ctx is 0"),
+        (["--port", "70000"], "port is 70000"),
+        (["--template", "x"], "template"),
+        (["--por", "1"], "--por"),
+        (["stray"], "stray"),
+    ],
+)
+def test_wrong_flags_end_with_a_message_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_flag_is_both_built_and_refused() -> None:
+    built = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert not built & NOT_BUILT
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from ds4.server.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: print(e.code, [m for m in ('torch', 'fastapi', 'numpy', 'rich') if m in sys.modules])"
+    )
+    for arguments, status in ((["--help"], 0), (["--mtp", "x"], 2)):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == f"{status} []"
+
+
+def test_impossible_values_are_refused_in_code_too() -> None:
+    for values in ({"max_sessions": 0}, {"threads": 0}, {"scripted_kv_bytes": -1}, {"checkpoint_mb": -1}):
+        with pytest.raises(Ds4Error, match=next(iter(values))):
+            ServerConfig(**values)  # type: ignore[arg-type]

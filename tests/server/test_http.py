@@ -1,0 +1,316 @@
+"""What a client sees on the wire: errors, limits, headers, silence, and leaving early."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_harness import WEATHER, Running, call_pieces, line, scripted
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with scripted(line("</think>", "Hi", " there"), ctx=256, max_body_bytes=100_000, cors=True) as running:
+        yield running
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [1]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"),
+        ({"tools": {"a": 1}}, "tools"),
+        ({"tools": [{"type": "function", "function": {"description": "no name"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"max_tokens": "8"}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"min_p": -0.5}, "min_p"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"stop": 3}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"thinking": 1}, "thinking"),
+        ({"reasoning_effort": "herculean"}, "reasoning_effort"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+    ],
+)
+def test_a_wrong_or_unsupported_field_is_a_400_that_names_it(
+    server: Running, extra: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        error = error_of(server.post({"messages": HELLO, "stream": stream, **extra}), 400)
+        assert error["param"] == param
+        assert param in error["message"]
+
+
+def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
+    harmless = {
+        "n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me",
+        "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k", "unknown": [1],
+        "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "top_k": -1, "max_tokens": 5.9,
+        "stop": ["", ""], "thinking": {"type": "adaptive"}, "seed": -3, "stream": None, "temperature": 0,
+    }  # fmt: skip
+    answer = server.post({"messages": HELLO, **harmless})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "Hi there"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"messages":NaN}', b'{"a":1}x', b'"x"', b'{"a":' * 3000, b"\xff\xfe", b"{}{}"]
+)
+def test_a_body_that_is_no_json_object_is_a_400(server: Running, body: bytes) -> None:
+    error_of(server.http.post("/v1/chat/completions", content=body), 400)
+
+
+def test_unknown_paths_and_methods_answer_in_json(server: Running) -> None:
+    assert error_of(server.http.get("/v1/embeddings"), 404)["message"] == "unknown endpoint"
+    assert error_of(server.http.post("/v1/nothing", json={}), 404)["message"] == "unknown endpoint"
+    error_of(server.http.get("/v1/chat/completions"), 405)
+    assert "gpt-4" in error_of(server.http.get("/v1/models/gpt-4"), 404)["message"]
+
+
+def test_a_body_over_the_limit_is_a_413_with_and_without_its_length(server: Running) -> None:
+    big = json.dumps({"messages": HELLO, "pad": "x" * 200_000}).encode()
+    error_of(server.http.post("/v1/chat/completions", content=big), 413)
+
+    def chunks() -> Iterator[bytes]:
+        yield big
+
+    error_of(server.http.post("/v1/chat/completions", content=chunks()), 413)
+    chunked = json.dumps({"messages": HELLO}).encode()
+    assert server.http.post("/v1/chat/completions", content=iter([chunked[:9], chunked[9:]])).status_code == 200
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_in_the_words_clients_look_for(server: Running) -> None:
+    error = error_of(server.post({"messages": [{"role": "user", "content": "a b c d " * 100}]}), 400)
+    tokens = error["n_prompt_tokens"]
+    assert error["message"] == f"Prompt has {tokens} tokens, but the configured context size is 256 tokens"
+    assert (error["param"], error["code"], error["n_ctx"]) == ("messages", "context_length_exceeded", 256)
+    assert tokens >= 256
+
+
+def test_cors_options_and_health(server: Running) -> None:
+    answer = server.http.options("/v1/anything")
+    assert (answer.status_code, answer.content) == (204, b"")
+    for response in (answer, server.http.get("/v1/models"), server.post({"messages": HELLO, "stream": True})):
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert response.headers["access-control-allow-methods"] == "GET, POST, OPTIONS"
+    health = server.http.get("/health").json()
+    assert health["status"] == "ok"
+    assert health["model"] == "ds4-tiny"
+    schema = server.http.get("/openapi.json").json()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+
+
+def test_without_cors_there_are_no_such_headers() -> None:
+    with scripted(line("x")) as server:
+        assert "access-control-allow-origin" not in server.http.get("/v1/models").headers
+
+
+def test_one_connection_serves_many_requests(server: Running) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert client.get("/health").status_code == 200
+            answer = client.post("/v1/chat/completions", json={"messages": HELLO})
+            assert answer.json()["model"] == "ds4-tiny"
+
+
+class Gate:
+    """A scripted model's clock: every wait lasts until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, seconds: float) -> bool:
+        self.reached.set()
+        self.opened.wait(30)
+        return False
+
+
+def test_a_silent_stream_gets_headers_and_keep_alives_in_prefill_and_decode() -> None:
+    gate = Gate()
+    slow = line("</think>", "x", prefill_ms_per_token=1)
+    with scripted(slow, wait=gate, first_byte_seconds=0.01, keep_alive_seconds=0.02) as server:
+        body = {"messages": HELLO, "stream": True}
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert response.headers["cache-control"] == "no-cache"
+            lines = response.iter_lines()
+            seen = []
+            for text in lines:
+                seen.append(text)
+                if seen.count(": keep-alive") == 3:
+                    break
+            assert json.loads(seen[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+            gate.opened.set()
+            rest = [text for text in lines if text.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_failure_is_a_status_before_the_first_byte_and_an_event_after_it() -> None:
+    gate = Gate()
+    fails_late = line("</think>", "a", "b", "c", fail_at=3)
+    fails_early = line("x", fail_prefill_at=2)
+    fails_slowly = line("x", fail_prefill_at=30, prefill_ms_per_token=1)
+    good = line("</think>", "fine")
+    with scripted(fails_late, fails_early, fails_slowly, good, wait=gate, chunk=16, first_byte_seconds=5.0) as server:
+        gate.opened.set()
+        body = {"messages": HELLO, "stream": True}
+        late = server.post(body)
+        assert late.status_code == 200
+        frames = [text for text in late.text.split("\n\n") if text]
+        assert json.loads(frames[-1].removeprefix("data: "))["error"] == {
+            "message": "the script fails at step 3", "type": "server_error", "param": None, "code": None,
+        }  # fmt: skip
+        assert '"content":"b"' in frames[-2]
+        assert "fails at token 2" in error_of(server.post(body), 500)["message"]
+        long = {"messages": [{"role": "user", "content": "word " * 40}]}
+        assert "fails at token 30" in error_of(server.post(long), 500)["message"]
+        # The server lives, and the next answer is right.
+        assert server.post({"messages": HELLO}).json()["choices"][0]["message"]["content"] == "fine"
+
+
+def hang_up(server: Running, body: dict[str, Any], until: threading.Event) -> None:
+    """Send a request and close the connection once the event is set."""
+    host, port = server.url.removeprefix("http://").split(":")
+    payload = json.dumps(body).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+        connection.sendall(head.encode() + payload)
+        assert until.wait(30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_client_that_leaves_ends_its_answer_and_what_was_computed_stays(
+    stream: bool, phase: str, tmp_path: Any
+) -> None:
+    trace = tmp_path / "trace"
+    gate = Gate()
+    timing = {"prefill_ms_per_token": 1} if phase == "prefill" else {"step_ms": 1}
+    endless = line("</think>", "on", " and", then="repeat", **timing)
+    prompt = {"messages": [{"role": "user", "content": "word " * 50}]}
+    with scripted(endless, line("</think>", "Right."), wait=gate, chunk=16, trace=trace) as server:
+        hang_up(server, {**prompt, "stream": stream}, gate.reached)
+        wait_until(lambda: all(job.cancelled for job in server.worker.jobs()))
+        gate.opened.set()
+        assert server.worker.wait_idle(30)
+        events = [json.loads(text) for text in trace.read_text().splitlines()]
+        assert events[-1]["event"] == "cancel"
+        assert events[-1]["phase"] == phase
+        answer = server.post(prompt).json()
+        assert answer["choices"][0]["message"]["content"] == "Right."
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
+def test_a_waiting_request_whose_client_leaves_takes_no_line_and_a_full_queue_is_a_429(tmp_path: Any) -> None:
+    trace = tmp_path / "trace"
+    gate = Gate()
+    script = [line("</think>", "one", step_ms=1), line("</think>", "two"), line("</think>", "three")]
+    with scripted(*script, wait=gate, max_sessions=1, max_queue=1, trace=trace) as server:
+        answers: list[Any] = []
+        first = threading.Thread(target=lambda: answers.append(server.post({"messages": HELLO})))
+        first.start()
+        assert gate.reached.wait(30)
+        queued = threading.Event()
+        leaving = threading.Thread(target=hang_up, args=(server, {"messages": HELLO}, queued))
+        leaving.start()
+        wait_until(lambda: server.worker.status()["waiting"] == 1)
+        full = server.post({"messages": HELLO})
+        assert full.status_code == 429
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        queued.set()
+        leaving.join()
+        gate.opened.set()
+        first.join()
+        assert server.worker.wait_idle(30)
+        assert answers[0].json()["choices"][0]["message"]["content"] == "one"
+        second = server.post({"messages": [{"role": "user", "content": "Next"}]})
+        assert second.json()["choices"][0]["message"]["content"] == "two"
+    events = [json.loads(text) for text in trace.read_text().splitlines()]
+    assert [(e["request"], e["phase"]) for e in events if e["event"] == "cancel"] == [(2, "queue")]
+
+
+def wait_until(condition: Any) -> None:
+    """Look until a condition holds; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+def test_stopping_ends_running_and_waiting_requests() -> None:
+    gate = Gate()
+    endless = line("</think>", "on", then="repeat", step_ms=1)
+    with scripted(endless, wait=gate, max_sessions=1) as server:
+        answers: list[Any] = []
+        threads = [threading.Thread(target=lambda: answers.append(server.post({"messages": HELLO}))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.worker.status() == {"waiting": 1, "running": 1, "sessions": 1})
+        gate.opened.set()
+        assert server.worker.stop(30)
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert {answer.json()["error"]["message"] for answer in answers} == {"server shutting down"}
+        assert server.post({"messages": HELLO}).status_code == 503
+
+
+def test_a_malformed_call_is_an_error_event_in_a_stream_and_text_otherwise() -> None:
+    good = call_pieces(("get_weather", [("city", "Rome", True)]))
+    cut = good.index(">\n", good.index(' name="get_weather"')) + 1
+    broken = [*good[:cut], "nonsense", *good[cut:]]
+    with scripted(line("</think>", "Look:", *broken)) as server:
+        body = {"messages": HELLO, "tools": [WEATHER]}
+        frames = [text for text in server.post({**body, "stream": True}).text.split("\n\n") if text]
+        assert "malformed tool call" in json.loads(frames[-1].removeprefix("data: "))["error"]["message"]
+        arguments = "".join(
+            call["function"]["arguments"]
+            for text in frames[:-1]
+            for call in json.loads(text.removeprefix("data: "))["choices"][0]["delta"].get("tool_calls", ())
+        )
+        assert json.loads(arguments) == {}
+        choice = server.post(body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert "nonsense" in choice["message"]["content"]
+        assert "tool_calls" not in choice["message"]

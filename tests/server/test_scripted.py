@@ -1,0 +1,191 @@
+"""The scripted model: its file, and a state that is as limited as a real one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from server_harness import tokenizer
+
+from ds4.engine import EngineConfig, Sampling
+from ds4.errors import Ds4Error
+from ds4.server.scripted import Line, ScriptedState, ScriptedTokenizer, load_script, read_script, scripted_backend
+
+
+def backend(*lines: Line, **options: Any) -> Any:
+    return scripted_backend(lines, tokenizer(), EngineConfig(context=256, prefill_chunk=8), **options)
+
+
+def test_a_line_has_defaults_and_reads_base64() -> None:
+    text = (
+        '{"pieces": ["a", "base64:8J8="]}\n\n{"pieces": [], "then": "eos", "step_ms": 1.5, "obey": true, "fail_at": 3}'
+    )
+    assert read_script(text) == [
+        Line((b"a", b"\xf0\x9f")),
+        Line((), "eos", step_ms=1.5, obey=True, fail_at=3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no lines"),
+        ("{}\n{", "line 2 is not JSON"),
+        ("[]", "line 1 must be a JSON object"),
+        ('{"peices": []}', "'peices' is not known"),
+        ('{"pieces": "abc"}', "pieces cannot be"),
+        ('{"pieces": [""]}', "pieces cannot be"),
+        ('{"pieces": ["base64:?"]}', "is not base64"),
+        ('{"then": "stop"}', "then cannot be"),
+        ('{"then": "repeat"}', "nothing to repeat"),
+        ('{"step_ms": -1}', "step_ms cannot be"),
+        ('{"step_ms": "1"}', "step_ms cannot be"),
+        ('{"obey": 1}', "obey cannot be"),
+        ('{"fail_at": 0}', "fail_at cannot be"),
+        ('{"hang_at": true}', "hang_at cannot be"),
+    ],
+)
+def test_a_wrong_script_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(Ds4Error, match=message):
+        read_script(text, "file")
+
+
+def test_a_script_that_cannot_be_read_is_named(tmp_path: Any) -> None:
+    with pytest.raises(Ds4Error, match="missing"):
+        load_script(tmp_path / "missing")
+    (tmp_path / "binary").write_bytes(b"\xff\xff")
+    with pytest.raises(Ds4Error, match="binary"):
+        load_script(tmp_path / "binary")
+
+
+def test_pieces_are_vocabulary_special_tokens_or_ids_above() -> None:
+    base = tokenizer()
+    extended = ScriptedTokenizer(
+        base, [b"</think>", b"a", "｜DSML｜".encode(), b"<think", b"zzqq", b"zzqq", b"\xf0\x9f"]
+    )
+    assert extended.piece(b"</think>") == base.end_think
+    assert extended.piece("｜DSML｜".encode()) == base.dsml
+    assert extended.piece(b"a") == base.encode("a")[0]
+    own = [extended.piece(piece) for piece in (b"<think", b"zzqq", b"\xf0\x9f")]
+    assert own == [base.vocab_size, base.vocab_size + 1, base.vocab_size + 2]
+    assert extended.ids == base.vocab_size + 3
+    assert extended.decode([*own, base.think]) == b"<thinkzzqq\xf0\x9f<think>"
+    assert extended.key_bytes([own[0], base.think]) == b"<think\xff<think>"
+    with pytest.raises(Ds4Error):
+        extended.token_bytes(extended.ids)
+
+
+def test_lines_are_taken_in_order_and_the_last_repeats() -> None:
+    made = backend(Line((b"a", b"b")), Line((b"c",), "repeat"))
+    ids = []
+    for _ in range(3):
+        session = made.engine.session()
+        session.sync([1, 2])
+        chooser = made.chooser(session, Sampling())
+        ids.append([chooser.choose(session.logits, False, frozenset()) for _ in range(4)])
+    a, b, c = (tokenizer().encode(x)[0] for x in "abc")
+    eos = tokenizer().eos
+    assert ids == [[a, b, eos, eos], [c] * 4, [c] * 4]
+
+
+def test_obeying_passes_over_what_is_forbidden() -> None:
+    a, b = (tokenizer().encode(x)[0] for x in "ab")
+    for obey, expected, skipped in ((True, [b, tokenizer().eos], [a]), (False, [a, b], [])):
+        made = backend(Line((b"a", b"b"), obey=obey))
+        session = made.engine.session()
+        session.sync([1])
+        chooser = made.chooser(session, Sampling())
+        assert [chooser.choose(session.logits, False, frozenset({a})) for _ in range(2)] == expected
+        assert chooser.take_skipped() == skipped
+        assert chooser.take_skipped() == []
+
+
+def test_steps_take_their_time_and_a_batch_the_longest() -> None:
+    waited: list[float] = []
+    made = backend(
+        Line((b"a",), prefill_ms_per_token=10, step_ms=30),
+        Line((b"a",), step_ms=50),
+        wait=lambda s: bool(waited.append(s)),
+    )
+    one, two = made.engine.session(), made.engine.session()
+    choosers = [made.chooser(session, Sampling()) for session in (one, two)]
+    one.sync(range(1, 11))
+    assert waited == pytest.approx([0.08, 0.02])  # chunks of 8
+    two.sync([1])
+    for chooser, session in zip(choosers, (one, two), strict=True):
+        chooser.choose(session.logits, False, frozenset())
+    waited.clear()
+    made.engine.step([(one, [5]), (two, [5])])
+    assert waited == pytest.approx([0.05])
+
+
+def test_failures_and_hanging_come_at_their_place() -> None:
+    made = backend(Line((b"a",), fail_prefill_at=9), Line((b"a",), fail_at=2), Line((b"a",), hang_at=1))
+    first = made.engine.session()
+    made.chooser(first, Sampling())
+    with pytest.raises(RuntimeError, match="token 9 of the prompt"):
+        first.sync(range(1, 12))
+    assert len(first.tokens) == 8
+    second = made.engine.session()
+    chooser = made.chooser(second, Sampling())
+    second.sync([1])
+    chooser.choose(second.logits, False, frozenset())
+    second.step(3)
+    with pytest.raises(RuntimeError, match="step 2"):
+        second.step(3)
+    third = made.engine.session()
+    chooser = made.chooser(third, Sampling())
+    third.sync([1])
+    chooser.choose(third.logits, False, frozenset())
+    caught: list[BaseException] = []
+
+    def hang() -> None:
+        try:
+            third.step(3)
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert not caught
+    made.close()
+    thread.join(10)
+    assert "hung" in str(caught[0])
+
+
+def test_a_scripted_session_goes_back_like_a_real_one() -> None:
+    made = backend(Line((b"a",)))
+    session = made.engine.session()
+    session.sync(range(1, 101), boundaries=[40])
+    assert session.state.nbytes == 100 * 64
+    session.sync([*range(1, 91), 7])  # ten tokens back are free
+    assert session.reused == 90
+    session.sync([*range(1, 61), 7])
+    assert session.reused == 40  # further back only at checkpoints
+    assert session.tokens == session.state.tokens == [*range(1, 61), 7]  # type: ignore[attr-defined]
+    fork = session.fork()
+    fork.step(9)
+    assert session.state.length == 61
+    exported = session.export(30)
+    other = made.engine.session()
+    other.sync(range(1, 31))
+    other.import_state(session.tokens, exported)
+    assert other.state.tokens == session.tokens  # type: ignore[attr-defined]
+
+
+def test_a_state_refuses_what_it_cannot_do() -> None:
+    state = ScriptedState(1)
+    state.extend(range(40))
+    checkpoint = state.checkpoint()
+    assert not state.can_truncate(20)
+    with pytest.raises(ValueError, match="without a checkpoint"):
+        state.truncate(20)
+    state.truncate(30)
+    assert not state.can_truncate(20)
+    with pytest.raises(ValueError, match="behind the end"):
+        state.restore(checkpoint)
+    state.spoil()
+    assert not state.can_truncate(30)
+    with pytest.raises(ValueError, match="only 30 are here"):
+        state.import_state(ScriptedState(1).export(0).__class__(35, checkpoint, (), b""))

@@ -1,0 +1,223 @@
+"""The worker's loop: batches, fairness, many conversations, branches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from server_harness import line, random_engine, script_backend
+
+from ds4.chat.message import Message
+from ds4.engine import Sampling
+from ds4.server.config import ServerConfig
+from ds4.server.request import ChatRequest, Done, Events, Failed, Reply
+from ds4.server.worker import Backend, QueueFullError, ShuttingDownError, Worker
+
+
+def request(*texts: str, tokens: int = 12, **options: Any) -> ChatRequest:
+    roles = ("user", "assistant")
+    return ChatRequest(
+        "m",
+        tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(texts)),
+        thinking=False,
+        sampling=Sampling(temperature=0),
+        max_tokens=tokens,
+        **options,
+    )
+
+
+def run(worker: Worker, requests: Sequence[ChatRequest], start: bool = True) -> list[Done]:
+    """Submit all at once and wait for all answers."""
+    replies: list[queue.Queue[Reply]] = [queue.Queue() for _ in requests]
+    for one, replied in zip(requests, replies, strict=True):
+        worker.submit(one, worker.prompts.build(one), replied.put)
+    if start:
+        worker.start()
+    answers = []
+    for replied in replies:
+        while not isinstance(reply := replied.get(timeout=60), Done):
+            assert not isinstance(reply, Failed), reply
+        answers.append(reply)
+    return answers
+
+
+def model_worker(**options: Any) -> Worker:
+    return Worker(Backend(random_engine(), "m"), ServerConfig(ctx=4096, **options))
+
+
+def scripted_worker(*lines: dict[str, Any], chunk: int = 64, **options: Any) -> Worker:
+    config = ServerConfig(ctx=2048, **options)
+    return Worker(script_backend(*lines, config=config, chunk=chunk), config)
+
+
+def test_answers_of_one_batch_are_those_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [request(f"Question {i} " + "word " * (7 * i)) for i in range(5)]
+    alone = []
+    for one in prompts:
+        worker = model_worker()
+        alone += run(worker, [one])
+        assert worker.stop(10)
+    sizes = []
+    engine = random_engine()
+    step = engine.step
+
+    def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(batch))
+        return step(batch, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "step", counting)
+    worker = model_worker()
+    together = run(worker, prompts)
+    assert worker.stop(10)
+    assert max(sizes) == 5
+    assert [answer.message.text for answer in together] == [answer.message.text for answer in alone]
+    assert len({answer.message.text for answer in alone}) > 1
+
+
+def test_a_long_prompt_does_not_hold_up_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = scripted_worker(line("on", then="repeat"), line("x"), chunk=16)
+    order: list[str] = []
+    step = worker.engine.step
+
+    def recording(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append("decode" if all(len(ids) == 1 for _, ids in batch) else f"prefill {len(batch[0][1])}")
+        return step(batch, *args, **kwargs)
+
+    monkeypatch.setattr(worker.engine, "step", recording)
+    run(worker, [request("hi", tokens=200), request("long " * 100)])
+    assert worker.stop(10)
+    begun = order.index("decode")
+    prefills = [i for i, what in enumerate(order) if what.startswith("prefill") and i > begun]
+    assert len(prefills) > 4
+    for a, b in pairwise(prefills):
+        assert "decode" in order[a:b]
+    assert all(int(what.split()[1]) <= 16 for what in order if what.startswith("prefill"))
+
+
+def test_several_conversations_stay_live_and_the_oldest_leaves() -> None:
+    worker = scripted_worker(line("answer"), max_sessions=2)
+    first = run(worker, [request("alpha " * 40)])[0]
+    assert first.usage.reused == 0
+
+    def ask(*texts: str) -> int:
+        done = run(worker, [request(*texts)], start=False)[0]
+        return done.usage.reused
+
+    assert ask("beta " * 40) <= 1
+    assert ask("alpha " * 40, "answer", "more") >= first.usage.prompt
+    assert ask("beta " * 40, "answer", "more") >= 50
+    assert ask("gamma " * 40) <= 1  # alpha, the oldest, leaves
+    assert ask("beta " * 40, "answer", "more", "answer", "again") > 60
+    assert ask("alpha " * 40, "answer", "more", "answer", "again") <= 1
+    assert worker.status()["sessions"] == 2
+    assert worker.stop(10)
+
+
+def test_branches_share_what_they_have_in_common_and_keep_each_other() -> None:
+    worker = scripted_worker(line("answer"))
+    system = "You are a helpful assistant. " * 20
+    start = [Message(role="system", content=system)]
+
+    def ask(*texts: str, start_worker: bool = False) -> Any:
+        base = request(*texts)
+        return run(worker, [ChatRequest("m", (*start, *base.messages), thinking=False)], start=start_worker)[0].usage
+
+    first = ask("one", start_worker=True)
+    branch = ask("two")
+    region = first.prompt - 4
+    assert region - 2 <= branch.reused < first.prompt
+    assert ask("one", "answer", "more").reused > first.prompt
+    assert ask("two", "answer", "more").reused > branch.prompt
+    regenerated = ask("two", "answer", "more")
+    assert regenerated.reused == regenerated.prompt - 1
+    edited = ask("two", "answer", "other")
+    assert edited.reused >= branch.prompt
+    assert worker.stop(10)
+
+
+def test_two_questions_behind_one_answer_start_at_its_end() -> None:
+    worker = scripted_worker(line("a", "long", "answer"), line("x"), max_sessions=1)
+    first = run(worker, [request("one")])[0].usage
+    run(worker, [request("one", "alonganswer", "more " * 30)], start=False)
+    other = run(worker, [request("one", "alonganswer", "other " * 30)], start=False)[0].usage
+    assert other.reused == first.prompt + first.completion
+    assert worker.stop(10)
+
+
+def test_the_token_at_a_limit_is_sampled_but_not_evaluated() -> None:
+    worker = scripted_worker(line("a", "b", "c", "d"))
+    done = run(worker, [request("hi", tokens=3)])[0]
+    assert done.reason == "length"
+    assert worker.wait_idle(30)
+    (session,) = worker.sessions()
+    assert len(session.tokens) == done.usage.prompt + 2
+    assert session.pending == session.engine.tokenizer.encode("c")[0]
+    assert worker.stop(10)
+
+
+def test_requests_at_the_same_time_share_their_prefix_while_it_is_busy() -> None:
+    worker = scripted_worker(line("on", then="repeat"), chunk=64)
+    long = "shared " * 150
+    one, two = run(worker, [request(long + "a", tokens=50), request(long + "b", tokens=50)])
+    # The second may take only what the first had evaluated when it was admitted; later ones take all of it.
+    three = run(worker, [request(long + "c", tokens=5)], start=False)[0]
+    assert three.usage.reused >= 128
+    assert {one.reason, two.reason, three.reason} == {"length"}
+    assert worker.stop(10)
+
+
+def test_more_requests_than_sessions_wait_and_a_full_queue_refuses() -> None:
+    worker = scripted_worker(line("x"), max_sessions=1, max_queue=3)
+    prompts = [request(f"q{i}") for i in range(3)]
+    for one in prompts:
+        worker.submit(one, worker.prompts.build(one), lambda reply: None)
+    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+        worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
+    assert worker.status() == {"waiting": 3, "running": 0, "sessions": 0}
+    worker.start()
+    assert worker.wait_idle(30)
+    assert worker.status() == {"waiting": 0, "running": 0, "sessions": 1}
+    assert worker.stop(10)
+    with pytest.raises(ShuttingDownError):
+        worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
+
+
+def test_a_failing_step_ends_its_batch_and_nothing_else() -> None:
+    worker = scripted_worker(line("a", "b", "c", fail_at=2), line("x", "y", then="repeat"), line("fine"))
+    replies: list[Reply] = []
+    ended = threading.Semaphore(0)
+
+    def deliver(reply: Reply) -> None:
+        replies.append(reply)
+        if isinstance(reply, Done | Failed):
+            ended.release()
+
+    for text in ("one", "two"):
+        worker.submit(request(text), worker.prompts.build(request(text)), deliver)
+    worker.start()
+    assert ended.acquire(timeout=30)
+    assert ended.acquire(timeout=30)
+    failures = [reply for reply in replies if isinstance(reply, Failed)]
+    assert [failure.status for failure in failures] == [500, 500]
+    assert worker.wait_idle(30)
+    assert worker.status()["sessions"] == 0
+    assert run(worker, [request("three")], start=False)[0].message.text == "fine"
+    assert worker.stop(10)
+
+
+def test_a_handler_whose_loop_is_gone_is_a_client_that_left() -> None:
+    worker = scripted_worker(line("on", then="repeat"))
+
+    def gone(reply: Reply) -> None:
+        if isinstance(reply, Events):
+            raise RuntimeError("Event loop is closed")
+
+    endless = request("x", tokens=100_000)
+    worker.submit(endless, worker.prompts.build(endless), gone)
+    worker.start()
+    assert worker.wait_idle(30)
+    assert worker.stop(10)
