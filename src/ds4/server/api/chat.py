@@ -34,7 +34,7 @@ def parse(value: Mapping[str, Any], config: ServerConfig, model: str) -> tuple[C
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = ChatRequest(
         model=body.model or model,
-        messages=tuple(_message(message, i) for i, message in enumerate(body.messages)),
+        messages=_messages(body.messages),
         tools=tools,
         calls_allowed=body.tool_choice != "none",
         parallel_calls=body.parallel_tool_calls is not False,
@@ -93,6 +93,8 @@ def _message(value: Mapping[str, Any], index: int) -> Message:
             f"{where}.role {message.role!r} is not known: use system, developer, user, assistant or tool",
             param="messages",
         )
+    # The template's own marks are not a client's to set: replayed bytes count as control text.
+    message = replace(message, raw_dsml="", task="", open_end=False)
     if isinstance(message.content, str):
         return message
     # What the model once refused to say is no text; anything else that is no text would be missing from the prompt.
@@ -100,7 +102,20 @@ def _message(value: Mapping[str, Any], index: int) -> Message:
     for part in parts:
         if part.type != "text":
             raise refuse("messages", f"{where}.content has a part of type {part.type!r}; the model reads text only")
-    return replace(message, content=parts, raw_dsml="", task="", open_end=False)
+    return replace(message, content=parts)
+
+
+def _messages(values: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """All messages. Clients of this API write `developer` where they mean the system prompt: ahead of all others it is.
+
+    The format's own developer role is another thing: it is forgotten together with old reasoning.
+    """
+    messages = [_message(value, i) for i, value in enumerate(values)]
+    for i, message in enumerate(messages):
+        if message.role not in ("system", "developer"):
+            break
+        messages[i] = replace(message, role="system")
+    return tuple(messages)
 
 
 # ---- the answer -----------------------------------------------------------------------------------------------------
