@@ -1,0 +1,361 @@
+"""The command line of `ds4`, read without loading anything heavy.
+
+argparse because a flag can have an optional value (`--inspect [FILE]`, `--help [TOPIC]`) and because it loads quickest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+Mode = Literal["none", "high", "max"]
+"""How the model answers: at once, after thinking, after thinking as hard as it can."""
+
+NOT_BUILT = {
+    "backends": ("--metal", "--cuda", "--rocm", "--gpu-vram", "--gpu-devices", "--cuda-tensor-parallel", "--quality"),
+    "memory": (
+        "--warm-weights", "--ssd-streaming", "--ssd-streaming-cold", "--ssd-streaming-cache-experts",
+        "--ssd-streaming-preload-experts", "--simulate-used-memory", "--expert-profile", "--power",
+    ),
+    "speculation": ("--mtp", "--mtp-draft", "--mtp-margin", "--dspark", "--dspark-confidence", "--dspark-strict"),
+    "steering": ("--dir-steering-file", "--dir-steering-ffn", "--dir-steering-attn"),
+    "distributed": (
+        "--role", "--layers", "--listen", "--coordinator", "--dist-prefill-chunk", "--dist-prefill-window",
+        "--dist-activation-bits", "--dist-replay-check", "--debug", "--tensor-parallel", "--transport",
+        "--rdma-device", "--rdma-gid-index", "--debug-hash",
+    ),
+    "diagnostics": (
+        "--perplexity-file", "--imatrix-dataset", "--imatrix-out", "--imatrix-max-prompts", "--imatrix-max-tokens",
+        "--head-test", "--first-token-test", "--metal-graph-test", "--metal-graph-full-test",
+        "--metal-graph-prompt-test",
+    ),
+}  # fmt: skip
+"""Flags of the C engine that this version refuses by name."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `--bench` measures: frontiers in tokens of context, tokens decoded at each, runs of each."""
+
+    start: int = 512
+    end: int = 4096
+    multiply: int = 2
+    increment: int = 0
+    decode: int = 64
+    repeats: int = 3
+    first_token: bool = True
+    json: str | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line as values; None where the model file or the context decides.
+
+    `model` None is the small model that comes with the package; `inspect` is "" for the file that `model` names.
+    """
+
+    model: str | None = None
+    context: int | None = None
+    max_tokens: int | None = None
+    threads: int | None = None
+    prefill_chunk: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.05
+    top_k: int = 0
+    seed: int | None = None
+    mode: Mode = "high"
+    system: str = ""
+    prompt: str | None = None
+    prompt_file: str | None = None
+    raw_prompt: bool = False
+    template: str = "official"
+    hide_thinking: bool = False
+    inspect: str | None = None
+    dump_tokens: bool = False
+    dump_logits: str | None = None
+    dump_logprobs: str | None = None
+    logprobs_top_k: int = 20
+    decode_consistency: int | None = None
+    bench: bool = False
+    bench_options: BenchOptions = field(default_factory=BenchOptions)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read the arguments (without the program's name).
+
+    Exits with status 0 after --help and --version, and with 2 and a message on stderr for what cannot be used.
+    """
+    parser = build_parser()
+    args = parser.parse_args(list(argv))
+    if args.prompt is not None and args.prompt_file is not None:
+        parser.error("--prompt and --prompt-file are given both; give one")
+    if args.raw_prompt and args.system:
+        parser.error("--system has no place in a raw prompt; write the system text into the prompt itself")
+    jobs = [name for name in ("inspect", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench")
+            if getattr(args, name) not in (None, False)]  # fmt: skip
+    if len(jobs) > 1:
+        names = " and ".join("--" + name.replace("_", "-") for name in jobs[:2])
+        parser.error(f"{names} cannot run together; give one")
+    bench = BenchOptions(
+        start=args.ctx_start, end=args.ctx_max, multiply=args.step_mul, increment=args.step_incr,
+        decode=args.gen_tokens, repeats=args.repeats, first_token=not args.no_first_token, json=args.bench_json,
+    )  # fmt: skip
+    if bench.start > bench.end:
+        parser.error(f"--ctx-start {bench.start} is above --ctx-max {bench.end}")
+    if bench.multiply == 1 and not bench.increment and bench.start < bench.end:
+        parser.error("--step-mul 1 never reaches --ctx-max; give --step-incr too")
+    return Options(
+        model=args.model,
+        context=args.ctx,
+        max_tokens=args.tokens,
+        threads=args.threads,
+        prefill_chunk=args.prefill_chunk,
+        temperature=args.temp,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        mode=args.mode,
+        system=args.system,
+        prompt=args.prompt,
+        prompt_file=args.prompt_file,
+        raw_prompt=args.raw_prompt,
+        template=args.template,
+        hide_thinking=args.hide_thinking,
+        inspect=args.inspect,
+        dump_tokens=args.dump_tokens,
+        dump_logits=args.dump_logits,
+        dump_logprobs=args.dump_logprobs,
+        logprobs_top_k=args.logprobs_top_k,
+        decode_consistency=args.decode_consistency,
+        bench=args.bench,
+        bench_options=bench,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors without the usage text, which is two screens long."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message} (`{self.prog} --help` lists the flags)\n")
+        sys.exit(2)
+
+
+class _NotBuilt(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        parser.error(f"{flag} is not built yet")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        from ds4 import __version__
+
+        print(f"ds4 {__version__}")
+        parser.exit()
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        _print_help(parser, values or "all")
+        parser.exit()
+
+
+TOPICS = {
+    "runtime": "Model and runtime",
+    "sampling": "Sampling",
+    "prompt": "Prompt and answer",
+    "diagnostics": "Diagnostics",
+    "benchmark": "Benchmark (with --bench)",
+    "commands": "Commands of the interactive session",
+}
+
+COMMANDS = {
+    "/help": "show the commands",
+    "/think": "think before the next answers",
+    "/think-max": "think as hard as possible (needs a context of 393216 tokens)",
+    "/nothink": "answer at once",
+    "/read FILE": "send the text of a file",
+    "/ctx N": "change the context to N tokens; without N: show how much is used",
+    "/new": "forget the conversation",
+    "/quit, /exit": "leave; so does Ctrl+D. Ctrl+C stops an answer",
+}
+
+
+def _print_help(parser: argparse.ArgumentParser, topic: str) -> None:
+    if topic != "all" and topic not in TOPICS:
+        parser.error(f"there is no help topic {topic!r}; topics: {', '.join(TOPICS)}, all")
+    formatter = parser._get_formatter()
+    if topic == "all":
+        formatter.add_text("usage: ds4 [flags]           interactive session\n")
+        formatter.add_text(parser.description)
+    for group in parser._action_groups:
+        if group._group_actions and (topic == "all" or group.title == TOPICS[topic]):
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+    print(formatter.format_help(), end="")
+    if topic in ("all", "commands"):
+        print(f"\n{TOPICS['commands']}:")
+        for name, text in COMMANDS.items():
+            print(f"  {name:28}{text}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags; those of `NOT_BUILT` are in it, hidden."""
+    parser = _Parser(
+        prog="ds4",
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
+        description="ds4 -p TEXT answers once and ends; without a prompt an interactive session begins.",
+    )
+    _runtime_flags(parser.add_argument_group(TOPICS["runtime"]))
+    _sampling_flags(parser.add_argument_group(TOPICS["sampling"]))
+    _prompt_flags(parser.add_argument_group(TOPICS["prompt"]))
+    _diagnostic_flags(parser.add_argument_group(TOPICS["diagnostics"]))
+    _bench_flags(parser.add_argument_group(TOPICS["benchmark"]))
+    for flags in NOT_BUILT.values():
+        for flag in flags:
+            parser.add_argument(flag, action=_NotBuilt, nargs="*", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _flag(
+    group: argparse._ArgumentGroup, names: str, help: str, type: Callable[[str], Any] = str, default: Any = None
+) -> None:
+    """A flag, written as the help shows it: "-m --model FILE"; without a value it is a switch."""
+    *flags, value = names.split()
+    if value.startswith("-"):
+        group.add_argument(*flags, value, action="store_true", help=help)
+    else:
+        group.add_argument(*flags, metavar=value, type=type, default=default, help=help)
+
+
+def _runtime_flags(group: argparse._ArgumentGroup) -> None:
+    _flag(group, "-m --model FILE", "model file (GGUF); default: the small model that comes with ds4", _model)
+    _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", _whole(1))
+    _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", _whole(0))
+    _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", _whole(1))
+    _flag(group, "--prefill-chunk N", "prompt tokens evaluated in one step (512)", _whole(1))
+    _flag(group, "--backend NAME", "cpu or auto", _backend, "cpu")
+    _flag(group, "--cpu", "the same as --backend cpu")
+    group.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    topics = f"this text, or one part: {', '.join(TOPICS)}"
+    group.add_argument("-h", "--help", metavar="TOPIC", action=_Help, nargs="?", help=topics)
+
+
+def _sampling_flags(group: argparse._ArgumentGroup) -> None:
+    _flag(group, "--temp F", "temperature; 0 takes the most probable token (1)", _number(0, math.inf), 1.0)
+    _flag(group, "--top-p F", "keep the most probable tokens up to this sum (1)", _number(0, 1), 1.0)
+    _flag(group, "--min-p F", "drop tokens less probable than this times the best (0.05)", _number(0, 1), 0.05)
+    _flag(group, "--top-k N", "keep this many tokens; 0: all (0)", _whole(0), 0)
+    _flag(group, "--seed N", "same seed, same answer; 0: random (0)", _seed)
+
+
+def _prompt_flags(group: argparse._ArgumentGroup) -> None:
+    _flag(group, "-p --prompt TEXT", "answer this and end")
+    _flag(group, "--prompt-file FILE", "take the prompt from a file; -: from standard input")
+    _flag(group, "--raw-prompt", "the prompt is the model's whole input: no template, special tokens as their text")
+    _flag(group, "-sys --system TEXT", "system text", default="")
+    modes = (
+        ("--think", "high", "think before answering (the default)"),
+        ("--think-max", "max", "think as hard as possible"),
+        ("--nothink", "none", "answer at once"),
+    )
+    for flag, mode, help in modes:
+        group.add_argument(flag, dest="mode", action="store_const", const=mode, default="high", help=help)
+    _flag(group, "--hide-thinking", "do not print the thinking")
+    _flag(group, "--template NAME", "chat template: official, or ds4 (the C engine's)", _template, "official")
+
+
+def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
+    inspect = "print what a model file holds and what would be refused (default: that of --model)"
+    group.add_argument("--inspect", metavar="FILE", nargs="?", const="", help=inspect)
+    _flag(group, "--dump-tokens", "print the tokens of the prompt")
+    _flag(
+        group, "--dump-logits FILE", "write the logits after the prompt: .npz (tokens, logits), .npy, else raw float32"
+    )
+    _flag(group, "--dump-logprobs FILE", "write a greedy answer's most probable tokens as JSON; -: to stdout")
+    _flag(group, "--logprobs-top-k N", "how many of them at each step (20)", _whole(1), 20)
+    _flag(
+        group, "--decode-consistency N", "compare the logits of N decode steps with those of a fresh prefill", _whole(1)
+    )
+
+
+def _bench_flags(group: argparse._ArgumentGroup) -> None:
+    b = BenchOptions()
+    _flag(group, "--bench", "measure prefill, decode and time to first token")
+    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", _whole(1), b.start)
+    _flag(group, "--ctx-max N", f"last frontier ({b.end})", _whole(1), b.end)
+    _flag(
+        group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", _whole(1), b.multiply
+    )
+    _flag(group, "--step-incr N", "or this many tokens more, if given", _whole(0), b.increment)
+    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", _whole(0), b.decode)
+    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", _whole(1), b.repeats)
+    _flag(group, "--no-first-token", "do not start new processes to measure the time to the first token")
+    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout")
+
+
+def _whole(low: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        return value
+
+    return whole
+
+
+def _seed(text: str) -> int | None:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**63 - 1}")
+    return value or None
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            limits = f"from {low} on" if math.isinf(high) else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {limits}")
+        return value
+
+    return number
+
+
+def _model(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the file is empty")
+    return text
+
+
+def _backend(text: str) -> str:
+    if text in ("metal", "cuda", "rocm"):
+        raise argparse.ArgumentTypeError(f"the backend {text} is not built yet; use cpu")
+    if text not in ("cpu", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a backend; use cpu")
+    return text
+
+
+def _template(text: str) -> str:
+    if text not in ("official", "ds4"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a template; use official or ds4")
+    return text

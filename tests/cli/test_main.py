@@ -1,0 +1,202 @@
+"""The command from its arguments to its output and exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ds4
+from ds4.cli import diagnostics
+from ds4.cli.conversation import Conversation
+from ds4.cli.main import answer_once, load_engine, main, prompt_ids, read_prompt
+from ds4.cli.options import Options
+from ds4.cli.prompt import Style
+from ds4.engine import Engine
+from tests.cli.conftest import Screen
+from tests.cli.scripted import scripted_engine
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(embedded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command with the random model in place of the embedded one: status, stdout, stderr."""
+
+    def command(*argv: str, stdin: io.StringIO | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", stdin or Screen())
+        status = main(argv)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def say(engine: Engine, tokenizer: ds4.Tokenizer) -> Callable[..., Conversation]:
+    def conversation(reply: str, mode: str = "high") -> Conversation:
+        scripted = scripted_engine(engine.shape, tokenizer, reply)
+        return Conversation(scripted, Style(mode=mode), ds4.Sampling(temperature=0))  # type: ignore[arg-type]
+
+    return conversation
+
+
+def test_a_pipe_gets_the_answer_and_stderr_the_thinking(say: Callable[..., Conversation]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    assert answer_once(say("hm</think>Four."), Options(), "2+2?", out, err) == 0
+    assert out.getvalue() == "Four.\n"
+    assert err.getvalue() == "hm\n"
+
+
+def test_thinking_can_be_hidden(say: Callable[..., Conversation]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    answer_once(say("hm</think>Four."), Options(hide_thinking=True), "2+2?", out, err)
+    assert (out.getvalue(), err.getvalue()) == ("Four.\n", "")
+
+
+def test_a_terminal_gets_both_and_the_speed(say: Callable[..., Conversation]) -> None:
+    out, err = Screen(), Screen()
+    answer_once(say("hm</think>Four."), Options(), "2+2?", out, err)
+    assert out.getvalue().endswith("\n\nFour.\n")
+    assert err.getvalue().startswith("[prompt 8 tokens")
+
+
+def test_a_prompt_answers_once(run: Run, engine: Engine) -> None:
+    status, out, err = run("-p", "Hello", "-n", "6", "--temp", "0", "--nothink")
+    session = engine.session()
+    session.sync(engine.tokenizer.encode_chat(ds4.chat.render([{"role": "user", "content": "Hello"}], thinking=False)))
+    text = b"".join(session.generate(ds4.Sampling(temperature=0), 6)).decode("utf-8", "replace")
+    assert (status, out, err) == (0, text + "\n", "")
+
+
+def test_prompts_come_from_files_and_pipes(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("Hi \N{EURO SIGN}\xff\n\n".encode())
+    pipe = io.StringIO("from a pipe\n")
+    assert read_prompt(Options(prompt_file=str(path)), Screen()) == "Hi €ÿ\n"
+    assert read_prompt(Options(prompt_file=str(path), raw_prompt=True), Screen()) == "Hi €ÿ\n\n"
+    assert read_prompt(Options(), pipe) == "from a pipe"
+    assert read_prompt(Options(prompt_file="-"), Screen("typed\n")) == "typed"
+    assert read_prompt(Options(prompt="given"), pipe) == "given"
+    assert read_prompt(Options(), Screen()) is None
+
+
+def test_a_pipe_without_flags_is_the_prompt(run: Run) -> None:
+    flags = ("-n", "3", "--temp", "0", "--hide-thinking", "--nothink")
+    assert run(*flags, stdin=io.StringIO("Hello\n")) == run(*flags, "-p", "Hello")
+
+
+def test_prompt_ids_follow_the_flags(tokenizer: ds4.Tokenizer) -> None:
+    def text(prompt: str, context: int = 4096, **flags: object) -> str:
+        return tokenizer.decode(prompt_ids(tokenizer, prompt, Options(**flags), context)).decode()  # type: ignore[arg-type]
+
+    bos = "<｜begin▁of▁sentence｜>"
+    assert text("Hi") == f"{bos}<｜User｜>Hi<｜Assistant｜><think>"
+    assert text("Hi", mode="none", system="Be brief.") == f"{bos}Be brief.<｜User｜>Hi<｜Assistant｜></think>"
+    assert text("Hi", mode="max") == text("Hi")
+    assert text("Hi", mode="max", context=500_000).startswith(f"{bos}Reasoning Effort: ")
+    assert text("Hi", raw_prompt=True) == "Hi"
+    # A marker in a raw prompt is one; in a question it is text.
+    assert prompt_ids(tokenizer, "<｜User｜>", Options(raw_prompt=True), 4096) == [tokenizer.user]
+    assert prompt_ids(tokenizer, "<｜User｜>", Options(), 4096).count(tokenizer.user) == 1
+
+
+def test_dump_tokens(run: Run, tokenizer: ds4.Tokenizer) -> None:
+    status, out, _ = run("-p", "Hello", "--dump-tokens", "--nothink")
+    ids = [int(line.split()[1]) for line in out.splitlines()]
+    rendered = ds4.chat.render([{"role": "user", "content": "Hello"}], thinking=False)
+    assert (status, ids) == (0, tokenizer.encode_chat(rendered))
+
+
+def test_dump_logits_and_consistency(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "logits.npz"
+    assert run("-p", "Hello", "--dump-logits", str(path))[0] == 0
+    with np.load(path) as stored:
+        assert stored["logits"].shape == (4096,)
+    status, out, _ = run("-p", "Hello", "--decode-consistency", "3")
+    assert (status, out) == (0, "4 positions, largest difference between decode and prefill: 0\n")
+
+
+def test_a_decode_that_differs_is_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnostics, "decode_consistency", lambda *_: (4, 0.25))
+    status, out, _ = run("-p", "Hello", "--decode-consistency", "3")
+    assert (status, out) == (1, "4 positions, largest difference between decode and prefill: 0.25\n")
+
+
+def test_dump_logprobs_takes_its_length_from_tokens(run: Run) -> None:
+    status, out, _ = run("-p", "Hello", "--dump-logprobs", "-", "-n", "2", "--logprobs-top-k", "1")
+    assert status == 0
+    assert out.count('"selected"') == 2
+
+
+@pytest.mark.parametrize("flags", [["--dump-tokens"], ["--dump-logits", "x"], ["--decode-consistency", "1"]])
+def test_diagnostics_need_a_prompt(flags: list[str], run: Run) -> None:
+    status, out, err = run(*flags)
+    assert (status, out) == (2, "")
+    assert "needs a prompt" in err
+
+
+def test_inspect(run: Run, model_file: Path) -> None:
+    for flags in (["--inspect", str(model_file)], ["-m", str(model_file), "--inspect"], ["--inspect"]):
+        status, out, _ = run(*flags)
+        assert status == 0
+        assert "usable" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["-p", "x", "-m", "/nowhere/x.gguf"], "/nowhere/x.gguf"),
+        (["-p", "x", "-m", __file__], "test_main.py"),
+        (["-p", "x", "-m", __file__, "--dump-tokens"], "test_main.py"),
+        (["--prompt-file", "/nowhere/x"], "/nowhere/x: cannot be read: No such file or directory"),
+        (["-p", "word " * 100, "-c", "16"], "but the configured context size is 16 tokens"),
+        (["--bench"], "lower --ctx-max"),
+    ],
+)
+def test_mistakes_get_one_line_and_status_1(argv: list[str], part: str, run: Run) -> None:
+    status, out, err = run(*argv)
+    assert (status, out) == (1, "")
+    assert err.startswith("ds4: ")
+    assert part in err
+    assert "Traceback" not in err
+
+
+def test_wrong_flags_get_status_2(run: Run) -> None:
+    assert run("--mtp", "x")[0] == run("--nonsense")[0] == 2
+
+
+def test_small_models_use_one_thread_unless_told(model_file: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load_engine(Options(model=str(model_file)))
+        assert torch.get_num_threads() == 1
+        load_engine(Options(model=str(model_file), threads=3))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_installed_command_answers(model_file: Path) -> None:
+    command = [str(Path(sys.executable).with_name("ds4")), "-m", str(model_file), "-n", "4", "--seed", "1", "-p", "Hi"]
+    first, second = (subprocess.run(command, capture_output=True, timeout=200) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stderr  # the random model does not leave its thinking
+    assert (first.stdout, first.stderr) == (second.stdout, second.stderr)
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(model_file: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ds4.cli.main", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(write)
+    assert done.stderr == ""
