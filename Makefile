@@ -3,6 +3,7 @@
 #
 #   make serve ARGS="-m model.gguf --port 8080"    any flags of ds4-server
 #   make test PYTEST_ARGS="tests/chat -x"          only some of the tests
+#   make check-full FILE=model.gguf REFERENCE=reference.npz
 #   make PYTHON=/path/to/python3.12 test           a certain Python for the environment
 
 SHELL := /bin/sh
@@ -17,11 +18,11 @@ CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 pytho
 	$(sort $(wildcard $(HOME)/.pyenv/versions/3.1[1-4]*/bin/python3))
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 
-.PHONY: help serve test lint format clean
+.PHONY: help serve test check-full lint format clean
 
 help:
 	@sed -n '/^# Two/,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "Targets: serve, test, lint, format, clean"
+	@echo "Targets: serve, test, check-full, lint, format, clean"
 
 serve: $(STAMP)
 	@echo "Starting ds4-server on http://127.0.0.1:8000 with the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
@@ -31,13 +32,19 @@ serve: $(STAMP)
 test: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
+# One pass of a full-size file on the CPU, compared with reference logits; not part of the tests.
+check-full: $(STAMP)
+	$(VENV)/bin/python tools/check_full.py --file "$(FILE)" $(if $(REFERENCE),--reference "$(REFERENCE)")
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/mypy
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .-fix .
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

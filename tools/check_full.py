@@ -114,18 +114,14 @@ def main(argv: list[str] | None = None) -> int:
             tokens, expected = stored["tokens"].tolist(), stored["logits"]
 
     with MemoryPeak() as memory:
-        import torch
-
         import ds4
 
-        if args.threads:
-            torch.set_num_threads(args.threads)
         start = time.perf_counter()
         try:
-            engine = ds4.load(args.file)
+            engine = ds4.load(args.file, config=ds4.EngineConfig(threads=args.threads))
             loaded = time.perf_counter()
             session = engine.session()
-            session.sync(tokens, boundaries=())  # in one step, without a stop at the turn
+            session.sync(tokens)
             logits = session.logits.numpy()
         except ds4.Ds4Error as error:
             print(f"check-full: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 
 import ds4
 from ds4.engine import loading
+from ds4.gguf import file as gguf_file
 from ds4.gguf import writer
 from ds4.gguf.shape import expected_tensors
 
@@ -78,7 +79,7 @@ def engine(model_file: Path) -> ds4.Engine:
 @pytest.fixture
 def embedded(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The random model in the place of the one that comes with the package."""
-    monkeypatch.setattr(loading, "embedded_model_path", lambda: model_file)
+    monkeypatch.setattr(gguf_file, "embedded_model_path", lambda: model_file)
     return model_file
 
 

@@ -45,8 +45,8 @@ class ScriptedState:
     def fork(self) -> ScriptedState:
         return ScriptedState(list(self.tokens))
 
-    def checkpoint(self, logits: Any = None) -> Kept:
-        return Kept(tuple(self.tokens), logits)
+    def checkpoint(self, logits: Any = None, length: int | None = None) -> Kept:
+        return Kept(tuple(self.tokens[:length]), logits)
 
     def restore(self, checkpoint: Kept) -> None:
         self.tokens = list(checkpoint.tokens)

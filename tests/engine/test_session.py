@@ -281,3 +281,17 @@ def test_any_sequence_of_operations(engine: ds4.Engine, operations: list[tuple[s
     assert_fresh(engine, other)
     main.close()
     other.close()
+
+
+def test_turn_boundaries_near_the_end_cost_no_step(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, steps = tokens(150), []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda batch, *args: (steps.append(len(batch[0][1])), step(batch, *args))[1])
+    session = engine.session()
+    session.sync(ids, chunk=100, boundaries=[30, 92, 99, 140, 149])
+    assert steps == [30, 70, 50]  # 30 lies too far back from 100; the others are within reach of a step's end
+    assert set(session.checkpoints.lengths()) == {30, 92, 99, 140, 149}
+    for n in (149, 140, 99, 92, 30):
+        session.rewind(n)
+        assert (session.reused, session.recomputed) == (n, 0)
+        assert_fresh(engine, session)

@@ -7,7 +7,7 @@ import torch
 
 from ds4.gguf.shape import FLASH, PRO
 from ds4.model.cache import PAGE_ROWS, KVCache, RowPool, key_format, kv_format
-from tests.helpers import SMALL
+from tests.helpers import SMALL, random_engine
 
 
 def pool() -> RowPool:
@@ -89,3 +89,18 @@ def _shifted(state, start: int):  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
     return replace(state.export(), start=start)
+
+
+def test_a_checkpoint_a_few_tokens_back_is_the_one_taken_there() -> None:
+    engine = random_engine()
+    here, there = engine.session(), engine.session()
+    ids = list(range(60))
+    for n in (40, 47, 48, 55):
+        here.sync(ids[:n])
+        there.sync(ids[: n + 16])
+        a, b = here.state.checkpoint(), there.state.checkpoint(length=n)
+        assert a.length == b.length == n
+        for x, y in zip([*a.window, *a.frontier.values()], [*b.window, *b.frontier.values()], strict=True):
+            assert torch.equal(x, y)
+    with pytest.raises(ValueError, match="no state of 30 tokens any more"):
+        there.state.checkpoint(length=30)

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_FLAGS, INTERRUPTED = 0, 1, 2, 130
 
-ONE_THREAD_HIDDEN = 512
-"""Hidden size up to which one thread is used by default: products this small spend more time on sharing the work than
-they save. Measured with the Tiny shape on two cores that were busy: 52 tokens/s with one thread, 11 with two."""
-
 LOGPROB_STEPS = 32
 """Steps of --dump-logprobs where --tokens does not say otherwise."""
 
@@ -174,28 +170,21 @@ def model_path(options: Options) -> str:
     """The model file of the flags."""
     if options.model is not None:
         return options.model
-    from ds4.engine.loading import embedded_model_path
+    from ds4.gguf import file
 
-    return str(embedded_model_path())
+    return str(file.embedded_model_path())
 
 
 def load_engine(options: Options) -> Engine:
     """The model of the flags, with a bar on stderr while it loads."""
-    import torch
-
     from ds4.cli.terminal import Bar
     from ds4.engine import EngineConfig
     from ds4.engine.loading import load
 
-    if options.threads:
-        torch.set_num_threads(options.threads)
     chunk = options.prefill_chunk or EngineConfig().prefill_chunk
-    config = EngineConfig(context=options.context, prefill_chunk=chunk)
+    config = EngineConfig(context=options.context, prefill_chunk=chunk, threads=options.threads)
     with Bar("loading the model", sys.stderr, transfer=True) as bar:
-        engine = load(options.model, config=config, progress=bar)
-    if options.threads is None and engine.shape.hidden <= ONE_THREAD_HIDDEN:
-        torch.set_num_threads(1)
-    return engine
+        return load(options.model, config=config, progress=bar)
 
 
 if __name__ == "__main__":

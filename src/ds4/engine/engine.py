@@ -32,18 +32,23 @@ class EngineConfig:
         prefill_chunk: most tokens of one session evaluated in one step of a prefill.
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
         checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this.
+        threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
+            second thread then mostly waits, and for long where the machine is busy), else PyTorch's choice.
     """
 
     context: int | None = None
     prefill_chunk: int = 512
     checkpoint_bytes: int = 1 << 30
     checkpoint_interval: int = 128
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
             raise Ds4Error(f"the context must be at least 1 token, not {self.context}")
         if self.prefill_chunk < 1:
             raise Ds4Error(f"the prefill chunk must be at least 1 token, not {self.prefill_chunk}")
+        if self.threads is not None and self.threads < 1:
+            raise Ds4Error(f"at least 1 thread is needed, not {self.threads}")
         if self.checkpoint_bytes < 0:
             raise Ds4Error(f"the checkpoint budget cannot be negative ({self.checkpoint_bytes} bytes)")
 
@@ -59,7 +64,7 @@ class State(Protocol):
 
     def fork(self) -> Any: ...
 
-    def checkpoint(self, logits: Tensor | None = None) -> CheckpointLike: ...
+    def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> CheckpointLike: ...
 
     def restore(self, checkpoint: Any) -> None: ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ds4.engine.checkpoints import CheckpointList
 from ds4.engine.sampling import Sampler, Sampling
 from ds4.errors import ContextOverflowError, Ds4Error
+from ds4.model.cache import FREE_TRUNCATION
 
 if TYPE_CHECKING:
     from ds4.engine.engine import Engine, State
@@ -102,12 +103,13 @@ class Session:
             if cancelled is not None and cancelled():
                 return False
             start = len(self.tokens)
-            end = min(start - start % chunk + chunk, len(ids), *cuts[:1])
+            end = min(start - start % chunk + chunk, len(ids))
+            # A state still reaches a few tokens back, so only a boundary further from the end costs a step of its own.
+            end = next((c for c in cuts if c < end - FREE_TRUNCATION), end)
             self.engine.step([(self, ids[start:end])], "last" if end == len(ids) else "none")
             self.recomputed += end - start
-            if cuts and end == cuts[0]:
-                cuts.pop(0)
-                self._keep_checkpoint(wanted=True)
+            while cuts and cuts[0] <= end:
+                self._keep_checkpoint(wanted=True, length=cuts.pop(0))
             if progress is not None:
                 progress(end, len(ids))
         return True
@@ -177,7 +179,7 @@ class Session:
         self.pending = None
         if length == len(self.tokens):
             return
-        if not self.state.can_truncate(length) or len(self.tokens) - length > 16:
+        if not self.state.can_truncate(length) or len(self.tokens) - length > FREE_TRUNCATION:
             raise Ds4Error(
                 f"cannot truncate a session of {len(self.tokens)} tokens to {length}: only the last 16 tokens since the"
                 " last rewind can be cut off; use rewind"
@@ -270,8 +272,9 @@ class Session:
         if interval and len(self.tokens) % interval == 0:
             self._keep_checkpoint(wanted=False)
 
-    def _keep_checkpoint(self, wanted: bool) -> None:
-        self.checkpoints.add(self.state.checkpoint(self._logits), wanted)
+    def _keep_checkpoint(self, wanted: bool, length: int | None = None) -> None:
+        here = length is None or length == len(self.tokens)
+        self.checkpoints.add(self.state.checkpoint(self._logits if here else None, length), wanted)
         self.engine.checkpoint_budget.enforce()
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ Nothing here needs torch, so that looking into a file of 81 GB takes a fraction 
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds4.errors import FileFormatError
+from ds4.errors import Ds4Error, FileFormatError
 from ds4.gguf.check import check
 from ds4.gguf.header import Header, TensorInfo, map_file, read_header
 from ds4.gguf.keys import QAT_SIM_KEY, TOKENIZER_PREFIX
 from ds4.gguf.shape import Shape
 
-__all__ = ["Inspection", "ModelFile", "TensorInfo", "collect_problems", "inspect_file", "open_model"]
+__all__ = [
+    "Inspection",
+    "ModelFile",
+    "TensorInfo",
+    "collect_problems",
+    "embedded_model_path",
+    "inspect_file",
+    "open_model",
+]
+
+EMBEDDED_MODEL = "ds4-tiny.gguf"
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,14 @@ class ModelFile:
     def has_tokenizer(self) -> bool:
         """False for a custom file that was written without one."""
         return f"{TOKENIZER_PREFIX}tokens" in self.metadata
+
+
+def embedded_model_path() -> Path:
+    """The file of the small model that comes with the package. Raises `Ds4Error` if the installation lacks it."""
+    path = Path(str(importlib.resources.files("ds4") / "data" / EMBEDDED_MODEL))
+    if not path.is_file():
+        raise Ds4Error(f"the embedded model is missing from this installation ({path}); give a model file")
+    return path
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFile:

@@ -387,9 +387,11 @@ class SequenceState:
             self.cache.pools[ratio].share(pages)
         return other
 
-    def checkpoint(self, logits: Tensor | None = None) -> Checkpoint:
-        """What `restore` needs to come back to this length later."""
-        n = self.length
+    def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> Checkpoint:
+        """What `restore` needs to come back to this length later, or to a shorter one that `can_truncate` reaches."""
+        n = self.length if length is None else length
+        if not self.can_truncate(n):
+            raise ValueError(f"a sequence of {self.length} tokens has no state of {n} tokens any more")
         live = torch.arange(max(0, n - self.cache.shape.window + 1), n) % self._ring
         frontier = {}
         for (layer, kind), ring in self._frontier.items():

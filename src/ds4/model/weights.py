@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,28 +47,42 @@ class DenseMatrix:
         return self.weight
 
 
+class Scratch:
+    """Buffers that are used again and again: fresh memory of this size costs more than dequantising into it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, use: str, rows: int, width: int) -> Tensor:
+        """A float32 buffer [rows, width], overwritten by the next taking for the same use."""
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < rows * width:
+            buffer = self._buffers[use] = torch.empty(rows * width)
+        return buffer[: rows * width].view(rows, width)
+
+
 @dataclass(frozen=True)
 class MappedMatrix:
     """A quantised matrix in a mapped file, dequantised in slices of rows while it is used."""
 
     file: ModelFile
     name: str
-
-    def _slices(self) -> Iterator[tuple[int, Tensor]]:
-        info = self.file.tensors[self.name]
-        rows, width = info.shape
-        step = max(1, _SLICE_VALUES // width)
-        for first in range(0, rows, step):
-            yield first, _dequantize_rows(self.file, self.name, first, min(rows, first + step))
+    scratch: Scratch
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty((x.shape[0], self.file.tensors[self.name].shape[0]))
-        for first, weight in self._slices():
-            ops.linear(x, weight, out=out[:, first : first + weight.shape[0]])
+        rows, width = self.file.tensors[self.name].shape
+        out = x.new_empty((x.shape[0], rows))
+        step = max(1, _SLICE_VALUES // width)
+        for first in range(0, rows, step):
+            end = min(rows, first + step)
+            weight = self.scratch.take("slice", end - first, width)
+            _dequantize_rows(self.file, self.name, first, end, weight)
+            ops.linear(x, weight, out=out[:, first:end])
         return out
 
     def dense(self) -> Tensor:
-        return torch.cat([weight for _, weight in self._slices()])
+        rows, width = self.file.tensors[self.name].shape
+        return _dequantize_rows(self.file, self.name, 0, rows, torch.empty(rows, width))
 
 
 @dataclass(frozen=True)
@@ -94,31 +108,33 @@ class MappedExperts:
 
     file: ModelFile
     layer: int
+    scratch: Scratch
 
-    def _expert(self, kind: str, expert: int, out: Tensor | None = None) -> Tensor:
+    def _into(self, out: Tensor, kind: str, expert: int) -> Tensor:
+        rows = out.shape[0]
         name = f"blk.{self.layer}.ffn_{kind}_exps.weight"
-        _, rows, _ = self.file.tensors[name].shape
         return _dequantize_rows(self.file, name, expert * rows, (expert + 1) * rows, out)
 
     def gate_up(self, expert: int) -> Tensor:
         _, rows, width = self.file.tensors[f"blk.{self.layer}.ffn_gate_exps.weight"].shape
-        both = torch.empty(2 * rows, width)
-        self._expert("gate", expert, both[:rows])
-        self._expert("up", expert, both[rows:])
+        both = self.scratch.take("gate_up", 2 * rows, width)
+        self._into(both[:rows], "gate", expert)
+        self._into(both[rows:], "up", expert)
         return both
 
     def down(self, expert: int) -> Tensor:
-        return self._expert("down", expert)
+        _, rows, width = self.file.tensors[f"blk.{self.layer}.ffn_down_exps.weight"].shape
+        return self._into(self.scratch.take("down", rows, width), "down", expert)
 
 
-def _dequantize_rows(file: ModelFile, name: str, first: int, end: int, out: Tensor | None = None) -> Tensor:
-    """Rows first .. end - 1 of a tensor, its outer dimensions seen as one: float32 [rows, in], in `out` if given."""
+def _dequantize_rows(file: ModelFile, name: str, first: int, end: int, out: Tensor) -> Tensor:
+    """Rows first .. end - 1 of a tensor, its outer dimensions seen as one, into `out` float32 [rows, in]."""
     info = file.tensors[name]
     width = info.shape[-1]
     size = blocks.row_bytes(info.type, width)
     data = file.raw(name)[first * size : end * size]
-    target = None if out is None else out.view(-1)
-    return blocks.dequantize(data, info.type, (end - first) * width, out=target).view(end - first, width)
+    blocks.dequantize(data, info.type, (end - first) * width, out=out.view(-1))
+    return out
 
 
 class Source(Protocol):
@@ -151,6 +167,7 @@ class FileSource:
         self.shape = file.shape
         values = sum(int(torch.Size(t.shape).numel()) for t in file.tensors.values())
         self.resident = 4 * values <= RESIDENT_LIMIT
+        self._scratch = Scratch()
         self._progress, self._done, self._total = progress, 0, sum(t.nbytes for t in file.tensors.values())
 
     def _count(self, name: str) -> None:
@@ -168,7 +185,7 @@ class FileSource:
         if self.resident:
             return DenseMatrix(self.vector(name))
         self._count(name)
-        return MappedMatrix(self.file, name)
+        return MappedMatrix(self.file, name, self._scratch)
 
     def table(self, name: str) -> Tensor:
         info = self.file.tensors[name]
@@ -187,7 +204,7 @@ class FileSource:
             return DenseExperts(torch.cat((gate, up), dim=1), down)
         for name in names:
             self._count(name)
-        return MappedExperts(self.file, layer)
+        return MappedExperts(self.file, layer, self._scratch)
 
 
 class TensorSource:

@@ -12,7 +12,10 @@ from ds4.ops.linear import linear
 
 
 class ExpertSource(Protocol):
-    """Where the matrices of one layer's routed experts come from: memory, the mapped file, later a disk cache."""
+    """Where the matrices of one layer's routed experts come from: memory, the mapped file, later a disk cache.
+
+    A matrix may be a buffer that the next call of the same method fills again.
+    """
 
     def gate_up(self, expert: int) -> Tensor:
         """float32 [2 * expert_hidden, hidden]: the gate's rows, then the up projection's."""

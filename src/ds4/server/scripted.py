@@ -222,9 +222,10 @@ class ScriptedState:
         other.floor = self.floor
         return other
 
-    def checkpoint(self, logits: Tensor | None = None) -> ScriptedCheckpoint:
+    def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> ScriptedCheckpoint:
         """See `ds4.engine.engine.State`."""
-        return ScriptedCheckpoint(self.length, bytes(min(self.length, 128) * self.kv_bytes), logits)
+        n = self.length if length is None else length
+        return ScriptedCheckpoint(n, bytes(min(n, 128) * self.kv_bytes), logits)
 
     def restore(self, checkpoint: ScriptedCheckpoint) -> None:
         """See `ds4.engine.engine.State`."""

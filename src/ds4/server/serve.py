@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import torch
 import uvicorn
 
 from ds4.engine import EngineConfig
-from ds4.engine.loading import embedded_model_path, load
+from ds4.engine.loading import load
 from ds4.errors import Ds4Error
-from ds4.gguf.file import open_model
+from ds4.gguf.file import embedded_model_path, open_model
 from ds4.server.api.models import model_id
 from ds4.server.app import create_app
 from ds4.server.config import ServerConfig
@@ -77,9 +76,9 @@ class GracefulServer(uvicorn.Server):
 
 def load_backend(config: ServerConfig) -> Backend:
     """What the configuration wants to be served. Raises Ds4Error."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    engine_config = EngineConfig(context=config.ctx, checkpoint_bytes=config.checkpoint_mb << 20)
+    engine_config = EngineConfig(
+        context=config.ctx, checkpoint_bytes=config.checkpoint_mb << 20, threads=config.threads
+    )
     if config.prefill_chunk is not None:
         engine_config = replace(engine_config, prefill_chunk=config.prefill_chunk)
     if config.scripted is not None:
