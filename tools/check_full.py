@@ -115,6 +115,9 @@ def main(argv: list[str] | None = None) -> int:
 
     with MemoryPeak() as memory:
         import ds4
+        from ds4.openmp import wait_passively
+
+        wait_passively()
 
         start = time.perf_counter()
         try:

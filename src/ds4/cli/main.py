@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ds4.cli.options import Options, parse
 from ds4.errors import Ds4Error
+from ds4.openmp import wait_passively
 
 if TYPE_CHECKING:
     from ds4.cli.conversation import Conversation
@@ -28,6 +29,7 @@ LOGPROB_STEPS = 32
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 for an error, 2 for wrong flags, 130 after Ctrl+C."""
+    wait_passively()
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         for stream in (sys.stdout, sys.stderr):

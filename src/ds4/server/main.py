@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ds4.errors import Ds4Error
+from ds4.openmp import wait_passively
 from ds4.server.config import parse_args
 
 log = logging.getLogger("ds4.server")
@@ -16,6 +17,7 @@ log = logging.getLogger("ds4.server")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until it is told to stop; the exit status."""
+    wait_passively()
     config = parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
     log.setLevel(logging.INFO)
