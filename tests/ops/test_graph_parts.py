@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -245,35 +246,44 @@ def naive_attention(q: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor) -> 
 
 
 def test_attention() -> None:
-    q, window, compressed, sink = normal(1, 7, 3, 16), normal(2, 12, 16), normal(3, 90, 16), normal(4, 3)
-    near = torch.arange(-3, 4).unsqueeze(1) + torch.arange(6)
-    near[near < 0] = -1
+    q, window, compressed, sink = normal(1, 7, 3, 16), normal(2, 20, 16), normal(3, 90, 16), normal(4, 3)
+    first, missing = torch.tensor([0, 1, 2, 3, 9, 10, 14]), torch.tensor([3, 2, 1, 0, 5, 4, 0])
+    visible = torch.tensor([0, 1, 5, 64, 65, 89, 90])
     chosen = torch.stack([torch.randperm(90, generator=torch.Generator().manual_seed(t))[:70] for t in range(7)])
     chosen[torch.rand(7, 70, generator=torch.Generator().manual_seed(9)) < 0.3] = -1
-    got = ops.attention(q, window, near, compressed, chosen, sink)
-    alone = ops.attention(q, window, near, None, None, sink)
+    some = ops.attention(q, window, first, missing, 6, ops.Compressed(compressed, visible, chosen), sink)
+    prefix = ops.attention(q, window, first, missing, 6, ops.Compressed(compressed, visible), sink)
+    alone = ops.attention(q, window, first, missing, 6, None, sink)
     for t in range(7):
-        raw = [window[int(i)] for i in near[t] if i >= 0]
+        raw = [window[i] for i in range(int(first[t] + missing[t]), int(first[t]) + 6)]
         picked = [compressed[int(n)] for n in chosen[t] if n >= 0]
-        assert close(got[t], naive_attention(q[t], torch.stack(raw + picked), sink))
+        before = list(compressed[: int(visible[t])])
+        assert close(some[t], naive_attention(q[t], torch.stack(raw + picked), sink))
+        assert close(prefix[t], naive_attention(q[t], torch.stack(raw + before), sink))
         assert close(alone[t], naive_attention(q[t], torch.stack(raw), sink))
 
 
 def test_attention_does_not_depend_on_the_other_queries_or_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, window, compressed, sink = normal(1, 7, 3, 16), normal(2, 12, 16), normal(3, 300, 16), normal(4, 3)
-    near, chosen = torch.arange(7).unsqueeze(1) + torch.arange(6), torch.arange(40).expand(7, 40).clone()
-    chosen[3, 10:] = -1
-    got = ops.attention(q, window, near, compressed, chosen, sink)
-    wide = torch.full((7, 200), -1)
-    wide[:, :40] = chosen
-    assert torch.equal(ops.attention(q, window, near, compressed, wide, sink), got)
-    assert torch.equal(ops.attention(q[3:4], window, near[3:4], compressed, chosen[3:4, :10], sink)[0], got[3])
+    q, window, rows, sink = normal(1, 7, 3, 16), normal(2, 13, 16), normal(3, 300, 16), normal(4, 3)
+    first, missing, visible = torch.arange(7), torch.zeros(7, dtype=torch.int64), torch.arange(34, 41)
+
+    def run(queries: Any, some: ops.Compressed) -> torch.Tensor:
+        return ops.attention(q[queries], window, first[queries], missing[queries], 6, some, sink)
+
+    every = ops.Compressed(rows[:40], visible)
+    got = run(slice(0, 7), every)
+    assert torch.equal(run(slice(0, 7), ops.Compressed(rows, visible)), got)
+    assert torch.equal(run(slice(0, 7), ops.Compressed(rows, visible, every.as_chosen())), got)
+    assert torch.equal(run(slice(3, 4), ops.Compressed(rows[:37], visible[3:4]))[0], got[3])
+    apart = [5, 0, 3]  # not one behind the other: gathered instead of viewed
+    assert torch.equal(run(apart, ops.Compressed(rows[:40], visible[apart])), got[apart])
     monkeypatch.setattr(sys.modules["ds4.ops.attention"], "_GATHER_LIMIT", 2000)  # a few queries at a time
-    assert torch.equal(ops.attention(q, window, near, compressed, chosen, sink), got)
+    assert torch.equal(run(slice(0, 7), every), got)
 
 
 def test_a_large_sink_takes_the_attention() -> None:
-    out = ops.attention(normal(1, 1, 1, 8), normal(2, 4, 8), torch.arange(4)[None], None, None, torch.tensor([90.0]))
+    zero = torch.zeros(1, dtype=torch.int64)
+    out = ops.attention(normal(1, 1, 1, 8), normal(2, 4, 8), zero, zero, 4, None, torch.tensor([90.0]))
     assert out.abs().max() < 1e-30
 
 

@@ -273,18 +273,15 @@ class SequenceState:
             slots = self._slots[size, start, end] = torch.arange(start, end) % size
         return slots
 
-    def prior_rows(self) -> int:
-        """Raw rows before the next token that it may see."""
-        return min(self.length, self.cache.shape.window - 1)
-
     def window(self, layer: int, new: Planes) -> Planes:
         """Store the raw rows of the next tokens.
 
-        new: packed rows [tokens, ...] -> all packed rows that those tokens may see, [prior_rows() + tokens, ...].
+        new: packed rows [tokens, ...] -> the packed rows around those tokens, [window - 1 + tokens, ...]; where the
+        sequence has fewer rows before the first new one, anything stands in their place.
         """
         n, ring = new[0].shape[0], self._ring
         kept = min(n, ring)
-        prior = self._ring_slots(ring, self.length - self.prior_rows(), self.length)
+        prior = self._ring_slots(ring, self.length - self.cache.shape.window + 1, self.length)
         target = self._ring_slots(ring, self.length + n - kept, self.length + n)
         seen = []
         for plane, fresh in zip(self._window, new, strict=True):

@@ -76,7 +76,8 @@ class _Step:
     tokens: int  # rows without padding
     ids: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]
-    near: Tensor  # int64 [tokens, window]: rows of all slices' windows one behind the other, -1 where there is none
+    first: Tensor  # int64 [tokens]: first row of each token's window, the slices' windows one behind the other
+    missing: Tensor  # int64 [tokens]: rows of that window that lie before the start of the sequence
     plain_rope: tuple[Tensor, Tensor]
     yarn_rope: tuple[Tensor, Tensor]
 
@@ -149,25 +150,26 @@ class DeepseekV4:
         return Output(x[: step.tokens], logits)
 
     def _step(self, batch: Sequence[Slice]) -> _Step:
-        spans, near, positions, row, offset = [], [], [], 0, 0
-        back = torch.arange(1 - self.shape.window, 1)
-        for s in batch:
-            n, prior = s.ids.shape[0], s.state.prior_rows()
+        spans, first, positions, row = [], [], [], 0
+        for i, s in enumerate(batch):
+            n = s.ids.shape[0]
             spans.append(slice(row, row + n))
             positions.append(torch.arange(s.state.length, s.state.length + n))
-            index = torch.arange(prior, prior + n).unsqueeze(1) + back
-            near.append(torch.where(index >= 0, index + offset, -1))
-            row, offset = row + n, offset + prior + n
-        place = ops.pad_rows(torch.cat(positions))
+            start = row + i * (self.shape.window - 1)  # each slice's rows come behind those before its first token
+            first.append(torch.arange(start, start + n))
+            row += n
+        place = torch.cat(positions)
+        padded = ops.pad_rows(place)
         return _Step(
             slices=batch,
             spans=spans,
             tokens=row,
             ids=ops.pad_rows(torch.cat([s.ids for s in batch])),
-            positions=place,
-            near=torch.cat(near),
-            plain_rope=self._plain_rope.at(place),
-            yarn_rope=self._yarn_rope.at(place),
+            positions=padded,
+            first=torch.cat(first),
+            missing=(self.shape.window - 1 - place).clamp(min=0),
+            plain_rope=self._plain_rope.at(padded),
+            yarn_rope=self._yarn_rope.at(padded),
         )
 
     # -- the block (Top level) ---------------------------------------------------------------------------------------
@@ -195,14 +197,17 @@ class DeepseekV4:
     def _attention(self, layer: int, x: Tensor, step: _Step) -> Tensor:
         w, s = self.weights.layers[layer], self.shape
         cos, sin = step.yarn_rope if s.ratios[layer] else step.plain_rope
-        qr = ops.rms_norm(w.q_a(x), w.q_a_norm, s.rms_eps)
-        q = ops.rms_norm(w.q_b(qr).unflatten(1, (s.heads, s.head_dim)), None, s.rms_eps)
+        qr, kv = w.q_a_kv(x).split((s.q_lora_rank, s.head_dim), dim=1)
+        qr = ops.rms_norm(qr, w.q_a_norm, s.rms_eps)
+        q = ops.rms_norm(w.q_b(qr).view(-1, s.heads, s.head_dim), None, s.rms_eps)
         q = ops.apply_rope(q, cos, sin)
-        kv = ops.apply_rope(ops.rms_norm(w.kv(x), w.kv_norm, s.rms_eps), cos, sin)
+        kv = ops.apply_rope(ops.rms_norm(kv, w.kv_norm, s.rms_eps), cos, sin)
         window = self._windows(layer, kv, step)
-        compressed, chosen = self._compressed(layer, x, qr, (cos, sin), step)
+        compressed = self._compressed(layer, x, qr, (cos, sin), step)
         out = torch.zeros_like(q)
-        out[: step.tokens] = ops.attention(q[: step.tokens], window, step.near, compressed, chosen, w.sinks)
+        out[: step.tokens] = ops.attention(
+            q[: step.tokens], window, step.first, step.missing, s.window, compressed, w.sinks
+        )
         out = ops.apply_rope(out, cos, sin, inverse=True)
         return w.output_b(w.project_output(out.reshape(x.shape[0], s.o_groups, -1)))
 
@@ -219,21 +224,17 @@ class DeepseekV4:
 
     def _compressed(
         self, layer: int, x: Tensor, qr: Tensor, rope: tuple[Tensor, Tensor], step: _Step
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Store the compressed rows that this step completes, and choose those that its queries see.
-
-        Returns:
-            rows float32 [rows, head_dim] and, into them, int64 [tokens, slots] with -1 in free slots; or None, None.
-        """
+    ) -> ops.Compressed | None:
+        """Store the compressed rows that this step completes, and choose those that its queries see, if any."""
         w, s = self.weights.layers[layer], self.shape
         if w.compressor is None:
-            return None, None
+            return None
         self._emit_rows(layer, "rows", w.compressor, x, step)
         if w.indexer is None:
             choices = [self._every_row(layer, part) for part in step.slices]
         else:
             self._emit_rows(layer, "keys", w.indexer.compressor, x, step)
-            iq = ops.apply_rope(w.indexer.q_b(qr).unflatten(1, (s.index_heads, s.index_dim)), *rope)
+            iq = ops.apply_rope(w.indexer.q_b(qr).view(-1, s.index_heads, s.index_dim), *rope)
             if self.qat_sim:
                 iq = ops.fp4_round_trip(ops.hadamard(iq))
             weight = w.indexer.proj(x) * (s.index_dim**-0.5 * s.index_heads**-0.5)
@@ -245,7 +246,8 @@ class DeepseekV4:
 
     def _emit_rows(self, layer: int, kind: str, w: Compressor, x: Tensor, step: _Step) -> None:
         s, ratio = self.shape, self.shape.ratios[layer]
-        k, z = w.kv(x), w.gate(x) + w.ape[step.positions % ratio]
+        k, z = w.kv_gate(x).chunk(2, dim=1)
+        z = z + w.ape[step.positions % ratio]
         for part, span in zip(step.slices, step.spans, strict=True):
             blocks = part.state.complete_blocks(layer, kind, k[span], z[span])
             if blocks is None:
@@ -260,12 +262,11 @@ class DeepseekV4:
         start, ratio = part.state.length, self.shape.ratios[layer]
         return torch.arange(start + 1, start + part.ids.shape[0] + 1) // ratio
 
-    def _every_row(self, layer: int, part: Slice) -> tuple[Tensor, Tensor]:
+    def _every_row(self, layer: int, part: Slice) -> ops.Compressed:
         visible = self._visible(layer, part)
-        index = torch.arange(int(visible[-1]))
-        return part.state.rows(layer, "rows", index), torch.where(index < visible.unsqueeze(1), index, -1)
+        return ops.Compressed(part.state.rows(layer, "rows", torch.arange(int(visible[-1]))), visible)
 
-    def _chosen_rows(self, layer: int, part: Slice, iq: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen_rows(self, layer: int, part: Slice, iq: Tensor, weight: Tensor) -> ops.Compressed:
         visible = self._visible(layer, part)
         k, count = self.shape.index_top_k, int(visible[-1])
         if count <= k or self.index_selection == "all":
@@ -281,7 +282,7 @@ class DeepseekV4:
         chosen[late] = ops.select_rows(scores, visible[late], k)
         used, place = torch.unique(chosen, return_inverse=True)
         free = 1 if used[0] < 0 else 0  # -1 sorts first
-        return part.state.rows(layer, "rows", used[free:]), place - free
+        return ops.Compressed(part.state.rows(layer, "rows", used[free:]), visible, place - free)
 
     def _random_scores(self, layer: int, part: Slice, count: int) -> Tensor:
         scores = []
@@ -304,22 +305,23 @@ class DeepseekV4:
             taps.expert_input(layer, x[:tokens])
         if taps.router:
             taps.router(layer, chosen[:tokens], weights[:tokens])
-        gate, up = w.shared_gate_up
-        y = w.shared_down(ops.swiglu(torch.cat((gate(x), up(x)), dim=1), s.swiglu_clamp))
+        y = w.shared_down(ops.swiglu(w.shared_gate_up(x), s.swiglu_clamp))
         y[:tokens] += ops.routed_experts(x[:tokens], chosen[:tokens], weights[:tokens], w.experts, s.swiglu_clamp)
         return y
 
 
-def _join(choices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+def _join(choices: list[ops.Compressed]) -> ops.Compressed | None:
     """The rows of several slices one behind the other, and their queries' choices into them, padded to one width."""
-    if not any(rows.shape[0] for rows, _ in choices):
-        return None, None
+    if not any(c.rows.shape[0] for c in choices):
+        return None
     if len(choices) == 1:
         return choices[0]
-    width = max(chosen.shape[1] for _, chosen in choices)
+    width = max(c.slots for c in choices)
     joined, offset = [], 0
-    for rows, chosen in choices:
+    for c in choices:
+        chosen = c.as_chosen()
         moved = torch.where(chosen >= 0, chosen + offset, -1)
         joined.append(torch.nn.functional.pad(moved, (0, width - chosen.shape[1]), value=-1))
-        offset += rows.shape[0]
-    return torch.cat([rows for rows, _ in choices]), torch.cat(joined)
+        offset += c.rows.shape[0]
+    visible = torch.cat([c.visible for c in choices])
+    return ops.Compressed(torch.cat([c.rows for c in choices]), visible, torch.cat(joined))

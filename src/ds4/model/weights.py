@@ -47,6 +47,25 @@ class DenseMatrix:
         return self.weight
 
 
+@dataclass(frozen=True)
+class JoinedMatrix:
+    """Matrices over the same input as one: their rows one behind the other."""
+
+    parts: tuple[Matrix, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts])
+
+
+def join(*parts: Matrix) -> Matrix:
+    """One product instead of several: matrices in memory are put together, mapped ones stay where they are."""
+    joined = JoinedMatrix(parts)
+    return DenseMatrix(joined.dense()) if all(isinstance(part, DenseMatrix) for part in parts) else joined
+
+
 class Scratch:
     """Buffers that are used again and again: fresh memory of this size costs more than dequantising into it."""
 
@@ -253,10 +272,9 @@ class HyperConnection:
 
 @dataclass(frozen=True)
 class Compressor:
-    """The projections of one compressor; `ape` is float32 [ratio, width]."""
+    """The projections of one compressor: values, then gates; `ape` is float32 [ratio, width]."""
 
-    kv: Matrix
-    gate: Matrix
+    kv_gate: Matrix
     ape: Tensor
     norm: Tensor
 
@@ -264,8 +282,7 @@ class Compressor:
     def load(cls, source: Source, prefix: str) -> Compressor:
         """Tensors `<prefix>_kv.weight`, `<prefix>_gate.weight`, `<prefix>_ape.weight` and `<prefix>_norm.weight`."""
         return cls(
-            source.matrix(f"{prefix}_kv.weight"),
-            source.matrix(f"{prefix}_gate.weight"),
+            join(source.matrix(f"{prefix}_kv.weight"), source.matrix(f"{prefix}_gate.weight")),
             source.vector(f"{prefix}_ape.weight"),
             source.vector(f"{prefix}_norm.weight"),
         )
@@ -286,10 +303,9 @@ class LayerWeights:
 
     hc_attn: HyperConnection
     attn_norm: Tensor
-    q_a: Matrix
+    q_a_kv: Matrix
     q_a_norm: Tensor
     q_b: Matrix
-    kv: Matrix
     kv_norm: Tensor
     sinks: Tensor
     compressor: Compressor | None
@@ -302,7 +318,7 @@ class LayerWeights:
     router_bias: Tensor | None
     expert_table: Tensor | None
     experts: ops.ExpertSource
-    shared_gate_up: tuple[Matrix, Matrix]
+    shared_gate_up: Matrix
     shared_down: Matrix
 
     @classmethod
@@ -330,10 +346,9 @@ class LayerWeights:
         return cls(
             hc_attn=HyperConnection.load(source, prefix + "hc_attn"),
             attn_norm=vector("attn_norm"),
-            q_a=matrix("attn_q_a"),
+            q_a_kv=join(matrix("attn_q_a"), matrix("attn_kv")),
             q_a_norm=vector("attn_q_a_norm"),
             q_b=matrix("attn_q_b"),
-            kv=matrix("attn_kv"),
             kv_norm=vector("attn_kv_a_norm"),
             sinks=vector("attn_sinks"),
             compressor=compressor,
@@ -348,7 +363,7 @@ class LayerWeights:
             router_bias=None if hashed else source.vector(f"{prefix}exp_probs_b.bias"),
             expert_table=source.table(f"{prefix}ffn_gate_tid2eid.weight") if hashed else None,
             experts=source.experts(layer),
-            shared_gate_up=(matrix("ffn_gate_shexp"), matrix("ffn_up_shexp")),
+            shared_gate_up=join(matrix("ffn_gate_shexp"), matrix("ffn_up_shexp")),
             shared_down=matrix("ffn_down_shexp"),
         )
 

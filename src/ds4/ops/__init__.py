@@ -11,7 +11,7 @@ Two rules hold for the CPU code and make chunking, batching, rewinding and resto
 * rows that are padded or masked take part with weight exactly zero.
 """
 
-from ds4.ops.attention import attention
+from ds4.ops.attention import Compressed, attention
 from ds4.ops.compressor import pool_blocks
 from ds4.ops.elementwise import sigmoid, silu, softplus, tree_sum
 from ds4.ops.embedding import embed
@@ -34,6 +34,7 @@ from ds4.ops.router import route_by_hash, route_by_score
 
 __all__ = [
     "ROW_BLOCK",
+    "Compressed",
     "ExpertSource",
     "Rope",
     "apply_rope",

@@ -42,22 +42,26 @@ class Rope:
         return cls(f * (1 - ramp) + f / factor * ramp)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [positions, rope_dim / 2] each; the angle is a float32 product, as in the model."""
+        """What `apply_rope` multiplies with at these positions; the angle is a float32 product, as in the model.
+
+        positions: int64 [n] -> float32 [n, rope_dim] twice: the cosine of each channel's pair, and the sine, negated in
+        the pair's first channel.
+        """
         angle = positions.to(torch.float32).unsqueeze(-1) * self.frequencies.to(positions.device)
-        return torch.cos(angle), torch.sin(angle)
+        cos, sin = torch.cos(angle), torch.sin(angle)
+        return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate neighbouring channel pairs of the last 2 * pairs channels; the others stay.
+    """Rotate neighbouring channel pairs of the last rope_dim channels; the others stay.
 
-    x: float32 [rows, channels] or [rows, heads, channels]; cos, sin: [rows, pairs]. `inverse` undoes the rotation.
+    x: float32 [rows, channels] or [rows, heads, channels]; cos, sin: [rows, rope_dim] from `Rope.at`. `inverse` undoes
+    the rotation.
     """
-    pairs = cos.shape[-1]
+    dim = cos.shape[-1]
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if inverse:
-        sin = -sin
-    tail = x[..., -2 * pairs :].unflatten(-1, (pairs, 2))
-    a, b = tail[..., 0], tail[..., 1]
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., : -2 * pairs], turned), dim=-1)
+    tail = x[..., -dim:]
+    swapped = tail.reshape(*tail.shape[:-1], dim // 2, 2).flip(-1).reshape(tail.shape)
+    turned = tail * cos - swapped * sin if inverse else tail * cos + swapped * sin
+    return torch.cat((x[..., :-dim], turned), dim=-1)
