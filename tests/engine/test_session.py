@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import ds4
 from ds4.engine import EngineConfig
+from ds4.model import Taps
 from tests.helpers import SMALL, random_engine
 
 CONFIG = EngineConfig(prefill_chunk=32, checkpoint_interval=32)
@@ -156,6 +158,44 @@ def test_a_failed_step_leaves_the_session_usable(engine: ds4.Engine, monkeypatch
     assert_fresh(engine, session)
 
 
+@pytest.mark.parametrize("after", ["step", "batch", "rewind", "sampling"])
+def test_whatever_follows_a_failed_step_is_right(engine: ds4.Engine, after: str) -> None:
+    ids = tokens(150)
+    session = engine.session()
+    session.sync(ids[:100])
+
+    def fail(layer: int, x: torch.Tensor) -> None:
+        if layer == 3:
+            raise MemoryError("no memory")
+
+    with pytest.raises(MemoryError):
+        engine.step([(session, ids[100:140])], taps=Taps(stream=fail))
+    assert session.tokens == ids[:100]
+    if after == "step":
+        session.step(7)
+    elif after == "batch":
+        engine.step([(engine.session(), [1, 2]), (session, [7, 8])])
+    elif after == "rewind":
+        session.rewind(95)
+    elif after == "sampling":
+        for _ in range(3):
+            session.step(int(session.logits.argmax()))
+    assert_fresh(engine, session)
+
+
+def test_logits_are_the_sessions_own(engine: ds4.Engine) -> None:
+    session = engine.session()
+    (every,) = engine.step([(session, tokens(64))], logits="all")
+    assert every is not None
+    assert session.logits.untyped_storage().nbytes() == SMALL.vocab * 4
+    expected = session.logits.clone()
+    every.zero_()
+    assert torch.equal(session.logits, expected)
+    kept = session.checkpoints.at(64)
+    assert kept is not None
+    assert torch.equal(kept.logits, expected)
+
+
 def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
     ids = tokens(130)
     session = engine.session()
@@ -173,6 +213,29 @@ def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
     third.sync([*ids, 3])
     assert third.recomputed == 1
     assert_fresh(engine, third)
+    # The logits come along: nothing is evaluated to go on sampling.
+    fourth = engine.session()
+    fourth.import_state(ids, session.export())
+    assert torch.equal(fourth.logits, session.logits)
+    fourth.sync(ids)
+    assert fourth.recomputed == 0
+
+
+def test_a_state_that_does_not_fit_is_refused(engine: ds4.Engine) -> None:
+    ids = tokens(130)
+    session = engine.session()
+    session.sync(ids)
+    other = engine.session()
+    with pytest.raises(ds4.Ds4Error, match="one of 130 tokens, but 90"):
+        other.import_state(ids[:90], session.export())
+    other.sync(tokens(60, seed=3))
+    with pytest.raises(ds4.Ds4Error, match="starts at token 32, but only 0"):
+        other.import_state(ids, session.export(32))
+    qat_sim = engine.runner.model.qat_sim  # type: ignore[attr-defined]
+    stranger = random_engine(qat_sim=not qat_sim, config=CONFIG).session()
+    with pytest.raises(ds4.Ds4Error, match="another model"):
+        stranger.import_state(ids, session.export())
+    assert_fresh(engine, other)
 
 
 def test_pages_are_given_back(engine: ds4.Engine) -> None:
@@ -188,6 +251,58 @@ def test_pages_are_given_back(engine: ds4.Engine) -> None:
     session.close()
     fork.close()
     assert used() == before
+    with pytest.raises(ds4.Ds4Error, match="closed"):
+        session.sync([1])
+    with pytest.raises(ds4.Ds4Error, match="closed"):
+        session.step(1)
+    for _ in range(3):  # sessions that nobody closes
+        session = engine.session()
+        session.sync(tokens(300))
+        fork = session.fork()
+    del session, fork
+    gc.collect()
+    assert used() == before
+
+
+def test_what_was_not_a_number_does_not_outlive_a_reset(engine: ds4.Engine) -> None:
+    session = engine.session()
+    session.sync(tokens(100))
+    for plane in session.state._window:  # type: ignore[attr-defined]
+        plane.fill_(float("nan") if plane.dtype.is_floating_point else 0x7F)
+    session.rewind(0)
+    session.sync(tokens(40, seed=2))
+    assert_fresh(engine, session)
+
+
+def test_forks_share_the_budget_of_what_they_share() -> None:
+    engine = random_engine(config=EngineConfig(prefill_chunk=32, checkpoint_interval=32))
+    session = engine.session()
+    session.sync(tokens(640))
+    budget = engine.checkpoint_budget
+    used = budget.used()
+    forks = [session.fork() for _ in range(5)]
+    assert budget.used() == used
+    budget.limit = used
+    budget.enforce()
+    assert len(session.checkpoints) == len(forks[0].checkpoints) == 20
+    budget.limit = used // 2
+    budget.enforce()
+    assert used // 4 < budget.used() <= used // 2
+    assert len(session.checkpoints) > 5
+
+
+def test_a_boundary_at_the_wanted_length_does_not_hide_the_free_cut(engine: ds4.Engine) -> None:
+    ids = tokens(64)
+    session = engine.session()
+    session.sync(ids, boundaries=[60])
+    session.sync(ids[:60])
+    assert (session.reused, session.recomputed) == (59, 1)
+    assert_fresh(engine, session)
+
+
+def test_a_session_belongs_to_its_engine(engine: ds4.Engine) -> None:
+    with pytest.raises(ds4.Ds4Error, match="engine that it came from"):
+        random_engine().step([(engine.session(), [1])])
 
 
 def test_checkpoints_stay_within_their_budget() -> None:
@@ -237,6 +352,9 @@ operation = st.one_of(
     st.tuples(st.just("checkpoint"), st.just(0), st.just(0)),
     st.tuples(st.just("fork"), st.just(0), st.just(0)),
     st.tuples(st.just("batch"), st.integers(1, 30), st.integers(1, 30)),
+    st.tuples(st.just("fail"), st.integers(1, 40), st.integers(0, 4)),
+    st.tuples(st.just("move"), st.integers(0, 100), st.just(0)),
+    st.tuples(st.just("every"), st.integers(1, 40), st.just(0)),
 )
 
 
@@ -254,8 +372,9 @@ def test_any_sequence_of_operations(engine: ds4.Engine, operations: list[tuple[s
     for name, a, b in operations:
         n = len(main.tokens)
         if name == "extend":
+            whole = main.state.can_truncate(n)  # no step has just failed
             main.sync(main.tokens + some(a), chunk=[7, 16, 24, 64][b])
-            assert main.reused == n
+            assert main.reused == n or not whole
         elif name == "step":
             for token in some(a):
                 main.step(token)
@@ -277,6 +396,20 @@ def test_any_sequence_of_operations(engine: ds4.Engine, operations: list[tuple[s
             other = main.fork()
         elif name == "batch":
             engine.step([(other, some(b)), (main, some(a))])
+        elif name == "every":
+            engine.step([(main, some(a))], logits="all")
+        elif name == "fail":
+            broken = Taps(stream=lambda layer, x, last=b: 1 // (layer - last))  # type: ignore[misc]
+            with pytest.raises(ZeroDivisionError):
+                engine.step([(main, some(a)), (other, some(1))], taps=broken)
+        elif name == "move" and n:
+            start = n * a // 100
+            moved = engine.session()
+            if start:
+                moved.sync(main.tokens[:start])
+            moved.import_state(main.tokens, main.export(start))
+            main.close()
+            main = moved
     assert_fresh(engine, main)
     assert_fresh(engine, other)
     main.close()

@@ -63,6 +63,16 @@ def test_linear(rows: int) -> None:
         assert torch.equal(ops.linear(x[i : i + 1], w)[0], y[i])
 
 
+@pytest.mark.parametrize("width", [30, 33, 34, 42, 50, 64])
+def test_linear_rows_do_not_depend_on_their_place(width: int) -> None:
+    """Also for the odd widths and few columns for which a BLAS has kernels of its own."""
+    row, others = normal(1, 1, width), normal(2, 15, width)
+    for columns in range(1, 13):
+        w = normal(3, columns, width)
+        results = [ops.linear(torch.cat((others[:i], row, others[i:])), w)[i] for i in range(16)]
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_linear_rows_are_alone_with_two_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -277,7 +287,7 @@ def test_attention_does_not_depend_on_the_other_queries_or_on_padding(monkeypatc
     assert torch.equal(run(slice(3, 4), ops.Compressed(rows[:37], visible[3:4]))[0], got[3])
     apart = [5, 0, 3]  # not one behind the other: gathered instead of viewed
     assert torch.equal(run(apart, ops.Compressed(rows[:40], visible[apart])), got[apart])
-    monkeypatch.setattr(sys.modules["ds4.ops.attention"], "_GATHER_LIMIT", 2000)  # a few queries at a time
+    monkeypatch.setattr(sys.modules["ds4.ops.attention"], "_PASS_LIMIT", 2000)  # a few queries at a time
     assert torch.equal(run(slice(0, 7), every), got)
 
 

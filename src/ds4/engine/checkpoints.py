@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -82,8 +83,17 @@ class CheckpointList:
         other._wanted, other.nbytes = set(self._wanted), self.nbytes
         return other
 
-    def thin(self) -> None:
-        """Drop the checkpoint that is missed least: the gap it leaves is smallest against its distance from the end."""
+    def entries(self) -> Iterable[CheckpointLike]:
+        """All checkpoints."""
+        return self._entries.values()
+
+    def discard(self, checkpoint: CheckpointLike) -> None:
+        """Forget this one, if it is here."""
+        if self._entries.get(checkpoint.length) is checkpoint:
+            self._remove(checkpoint.length)
+
+    def thin(self) -> CheckpointLike:
+        """Drop, and return, what is missed least: the gap it leaves is smallest against its distance from the end."""
         end = self._lengths[-1]
 
         def loss(i: int) -> float:
@@ -95,7 +105,9 @@ class CheckpointList:
         # The newest stays unless it is the only one.
         candidates = range(len(self._lengths) - 1)
         i = min(candidates, key=loss) if candidates else 0
+        dropped = self._entries[self._lengths[i]]
         self._remove(self._lengths[i])
+        return dropped
 
     def clear(self) -> None:
         """Forget all."""
@@ -119,16 +131,13 @@ class CheckpointBudget:
         self._lists.add(checkpoints)
 
     def used(self) -> int:
-        """Bytes held now; checkpoints that forks share count for each."""
-        return sum(c.nbytes for c in self._lists)
+        """Bytes held now; a checkpoint that forks share counts once."""
+        return sum({id(c): c.nbytes for some in self._lists for c in some.entries()}.values())
 
     def enforce(self) -> None:
-        """Thin the largest list until all fit."""
-        used = self.used()
-        while used > self.limit:
-            largest = max(self._lists, key=lambda c: c.nbytes)
-            if not largest:
-                return
-            before = largest.nbytes
-            largest.thin()
-            used -= before - largest.nbytes
+        """Thin the largest list until all fit; what it drops leaves the lists of its forks too."""
+        while sum(some.nbytes for some in self._lists) > self.limit and self.used() > self.limit:
+            largest = max(self._lists, key=lambda some: some.nbytes)
+            dropped = largest.thin()
+            for some in self._lists:
+                some.discard(dropped)

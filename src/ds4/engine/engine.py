@@ -33,7 +33,7 @@ class EngineConfig:
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
         checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this.
         threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
-            second thread then mostly waits, and for long where the machine is busy), else PyTorch's choice.
+            second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
     """
 
     context: int | None = None
@@ -220,15 +220,21 @@ class Engine:
             per item float32 [vocab] ("last"), [tokens, vocab] ("all") or None ("none").
 
         Raises:
-            Ds4Error: an id outside the vocabulary, no ids, a session twice, or more tokens than the context.
+            Ds4Error: an id outside the vocabulary, no ids, a session twice, closed or of another engine, or more tokens
+                than the context.
         """
         for session, ids in batch:
+            if session.engine is not self:
+                raise Ds4Error("a session can only be stepped by the engine that it came from")
             session.check(ids)
         if len({id(session) for session, _ in batch}) != len(batch):
             raise Ds4Error("a session can stand in a batch only once")
+        for session, _ in batch:
+            session.repair()
         items = [(session.state, list(ids)) for session, ids in batch]
         results = self.runner.evaluate(items, [logits] * len(items), taps, edits)
         for (session, _), (_, ids), result in zip(batch, items, results, strict=True):
             last = None if result is None else result if result.dim() == 1 else result[-1]
-            session.evaluated(ids, last)
+            # A copy: a view would hold the logits of the whole step, and change with what the caller does to them.
+            session.evaluated(ids, None if last is None else last.clone())
         return results

@@ -78,6 +78,8 @@ def from_tensors(
             raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")
         if tuple(tensors[name].shape) != spec.dims[::-1]:
             raise Ds4Error(f"tensor {name} has shape {tuple(tensors[name].shape)}, but {spec.dims[::-1]} is needed")
+    if config and config.threads is not None:
+        torch.set_num_threads(config.threads)
     model = DeepseekV4(ModelWeights.load(TensorSource(shape, tensors)), qat_sim)
     return Engine(ModelRunner(model), tokenizer, config, tensors=dict(tensors))
 

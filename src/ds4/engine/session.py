@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ class Session:
         self.pending: int | None = None
         self.reused = 0
         self.recomputed = 0
+        self.closed = False
         self.checkpoints = CheckpointList()
         self._logits: Tensor | None = None
         engine.checkpoint_budget.register(self.checkpoints)
@@ -77,6 +79,8 @@ class Session:
             ContextOverflowError: the prompt does not fit the context. Ds4Error: no tokens, or unknown ids.
         """
         ids = list(ids)
+        if self.closed:
+            raise Ds4Error("this session is closed; take a new one from the engine")
         if not ids:
             raise Ds4Error("a prompt needs at least one token")
         if len(ids) >= self.engine.context:
@@ -188,6 +192,7 @@ class Session:
 
     def checkpoint(self) -> None:
         """Keep a way back to the present position."""
+        self.repair()
         self._keep_checkpoint(wanted=True)
 
     def fork(self) -> Session:
@@ -204,6 +209,7 @@ class Session:
         self.state.release()
         self.checkpoints.clear()
         self.tokens, self.pending, self._logits = [], None, None
+        self.closed = True
 
     def _go_back(self, length: int, needs_logits: bool) -> None:
         """Go to the longest state of at most `length` tokens that can be had without evaluating.
@@ -216,7 +222,7 @@ class Session:
         elif length == len(self.tokens) and self._logits is not None:
             return
         else:
-            target = length - 1
+            target, exact = length - 1, None
         if target == len(self.tokens) == self.state.length and self.state.can_truncate(target):
             return
         if self.state.can_truncate(target) and exact is None:
@@ -244,24 +250,53 @@ class Session:
 
     def export(self, start: int = 0) -> Any:
         """The state from token `start` on as data (`ds4.model.cache.ExportedState`), without the token ids."""
-        return self.state.export(start)
+        self.repair()
+        exported = self.state.export(start)
+        return replace(exported, checkpoint=replace(exported.checkpoint, logits=self._logits))
 
     def import_state(self, tokens: Sequence[int], exported: Any) -> None:
-        """Continue with an exported state of `tokens`; this session must hold those before its start."""
+        """Continue with an exported state of `tokens`; this session must hold those before its start.
+
+        Raises:
+            Ds4Error: `tokens` are not as many as the state's, or this session holds others before the state's start.
+        """
+        tokens, length = list(tokens), exported.checkpoint.length
+        if len(tokens) != length:
+            raise Ds4Error(f"the state is one of {length} tokens, but {len(tokens)} came with it")
+        shared = common_prefix(self.tokens, tokens)
+        if shared < exported.start:
+            raise Ds4Error(f"the state starts at token {exported.start}, but only {shared} of those before are here")
+        self.repair()
+        self._go_back(exported.start, needs_logits=False)
+        if len(self.tokens) < exported.start:
+            self._extend(tokens[: exported.start], self.engine.config.prefill_chunk, None, None, ())
+        self._forget(exported.start)
         self.state.import_state(exported)
-        self.checkpoints.drop_above(common_prefix(self.tokens, list(tokens)))
-        self.tokens, self.pending, self._logits = list(tokens), None, exported.checkpoint.logits
+        self.tokens, self.pending, self._logits = tokens, None, exported.checkpoint.logits
         self.checkpoints.add(exported.checkpoint, wanted=True)
+        self.engine.checkpoint_budget.enforce()
 
     # -- called by the engine ----------------------------------------------------------------------------------------
 
     def check(self, ids: Sequence[int]) -> None:
         """Raise `Ds4Error` if these cannot be the session's next tokens."""
+        if self.closed:
+            raise Ds4Error("this session is closed; take a new one from the engine")
         if not ids:
             raise Ds4Error("a step needs at least one token of each session")
         self._check_ids(ids)
         if len(self.tokens) + len(ids) > self.engine.context:
             raise ContextOverflowError(len(self.tokens) + len(ids), self.engine.context)
+
+    def repair(self) -> None:
+        """Make the state hold exactly `tokens` again if a step broke off half way."""
+        length = len(self.tokens)
+        if self.state.length == length and self.state.can_truncate(length):
+            return
+        if self.state.can_truncate(length):
+            self.state.truncate(length)
+        else:
+            self.rewind(length)
 
     def evaluated(self, ids: Sequence[int], logits: Tensor | None) -> None:
         """The state has taken these tokens."""

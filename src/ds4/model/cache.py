@@ -12,6 +12,7 @@ Rows are stored packed where the quantisation round trips are on (`qat_sim`), as
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -192,6 +193,7 @@ class ExportedState:
     start: int
     checkpoint: Checkpoint
     rows: dict[tuple[int, str], Planes]
+    layout: tuple[Shape, bool]  # whose state it is: the shape, and whether rows are packed
 
 
 @dataclass
@@ -231,6 +233,12 @@ class KVCache:
         return kinds
 
 
+def _release_pages(pools: dict[int, RowPool], held: dict[int, list[int]]) -> None:
+    for ratio, pages in held.items():
+        pools[ratio].release(pages)
+        pages.clear()
+
+
 class SequenceState:
     """The KV state of one sequence. Row and token numbers count from the start of the sequence."""
 
@@ -251,6 +259,8 @@ class SequenceState:
             for kind, width in cache.frontier_kinds(layer).items():
                 ratio, coff = shape.ratios[layer], 2 if shape.has_indexer(layer) else 1
                 self._frontier[layer, kind] = torch.zeros(2, coff * ratio - 1 + _SLACK, coff * width)
+        # Whoever forgets to release a state does not keep its pages for ever.
+        weakref.finalize(self, _release_pages, cache.pools, self._pages).atexit = False
 
     # -- one step: prepare, then per layer window, complete_blocks and append, then advance ----------------------------
 
@@ -379,9 +389,9 @@ class SequenceState:
         other.length, other.floor = self.length, self.floor
         other._window = tuple(plane.clone() for plane in self._window)
         other._frontier = {key: ring.clone() for key, ring in self._frontier.items()}
-        other._pages = {ratio: list(pages) for ratio, pages in self._pages.items()}
-        for ratio, pages in other._pages.items():
+        for ratio, pages in self._pages.items():
             self.cache.pools[ratio].share(pages)
+            other._pages[ratio] += pages
         return other
 
     def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> Checkpoint:
@@ -406,6 +416,7 @@ class SequenceState:
         self._drop_rows(n)
         live = torch.arange(max(0, n - self.cache.shape.window + 1), n) % self._ring
         for plane, kept in zip(self._window, checkpoint.window, strict=True):
+            plane.zero_()  # masked rows have weight 0, which does not help against what is no number
             plane[:, live] = kept
         for (layer, kind), ring in self._frontier.items():
             ratio, slots = self.cache.shape.ratios[layer], ring.shape[1]
@@ -419,6 +430,8 @@ class SequenceState:
     def reset(self) -> None:
         """Back to the empty sequence."""
         self._drop_rows(0)
+        for plane in self._window:
+            plane.zero_()
         self.length = self.floor = 0
 
     def release(self) -> None:
@@ -434,10 +447,12 @@ class SequenceState:
             ratio = self.cache.shape.ratios[layer]
             index = torch.arange(start // ratio, self.length // ratio)
             rows[layer, kind] = self._read(layer, kind, index)
-        return ExportedState(start, self.checkpoint(), rows)
+        return ExportedState(start, self.checkpoint(), rows, (self.cache.shape, self.cache.qat_sim))
 
     def import_state(self, exported: ExportedState) -> None:
         """Continue with an exported state. This sequence must hold the first `exported.start` tokens of it."""
+        if exported.layout != (self.cache.shape, self.cache.qat_sim):
+            raise Ds4Error("the state is one of another model, or of one with other round trips (qat_sim)")
         if self.length < exported.start:
             raise ValueError(f"the rows start at token {exported.start}, but only {self.length} tokens are here")
         self._drop_rows(exported.start)

@@ -209,7 +209,7 @@ class DeepseekV4:
             q[: step.tokens], window, step.first, step.missing, s.window, compressed, w.sinks
         )
         out = ops.apply_rope(out, cos, sin, inverse=True)
-        return w.output_b(w.project_output(out.reshape(x.shape[0], s.o_groups, -1)))
+        return w.output_b(w.output_a(out.reshape(x.shape[0], s.o_groups, -1)).flatten(1))
 
     def _windows(self, layer: int, kv: Tensor, step: _Step) -> Tensor:
         """Store the raw rows of this step; all slices' windows one behind the other, float32 [rows, head_dim]."""

@@ -104,6 +104,44 @@ class MappedMatrix:
         return _dequantize_rows(self.file, self.name, 0, rows, torch.empty(rows, width))
 
 
+class GroupedMatrix(Protocol):
+    """A matrix for each group of channels."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [rows, groups, in] -> float32 [rows, groups, out]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseGroups:
+    """Grouped matrices in memory: float32 [groups, out, in]."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.grouped_linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class MappedGroups:
+    """Grouped matrices in a mapped file, [groups * out, in], dequantised group by group while they are used."""
+
+    file: ModelFile
+    name: str
+    groups: int
+    scratch: Scratch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = self.file.tensors[self.name].shape
+        size = rows // self.groups
+        out = x.new_empty((x.shape[0], self.groups, size))
+        for g in range(self.groups):
+            weight = self.scratch.take("group", size, width)
+            _dequantize_rows(self.file, self.name, g * size, (g + 1) * size, weight)
+            ops.linear(x[:, g].contiguous(), weight, out=out[:, g])
+        return out
+
+
 @dataclass(frozen=True)
 class DenseExperts:
     """One layer's routed experts in memory, float32.
@@ -169,6 +207,10 @@ class Source(Protocol):
         """A matrix [out, in]."""
         ...
 
+    def grouped(self, name: str) -> GroupedMatrix:
+        """The matrices of the output groups, stored one behind the other."""
+        ...
+
     def table(self, name: str) -> Tensor:
         """A table that is only indexed by row: any dtype, may be mapped."""
         ...
@@ -205,6 +247,13 @@ class FileSource:
             return DenseMatrix(self.vector(name))
         self._count(name)
         return MappedMatrix(self.file, name, self._scratch)
+
+    def grouped(self, name: str) -> GroupedMatrix:
+        groups = self.shape.o_groups
+        if self.resident:
+            return DenseGroups(self.vector(name).view(groups, self.shape.o_lora_rank, -1))
+        self._count(name)
+        return MappedGroups(self.file, name, groups, self._scratch)
 
     def table(self, name: str) -> Tensor:
         info = self.file.tensors[name]
@@ -243,6 +292,9 @@ class TensorSource:
 
     def matrix(self, name: str) -> Matrix:
         return DenseMatrix(self.vector(name))
+
+    def grouped(self, name: str) -> GroupedMatrix:
+        return DenseGroups(self.vector(name).view(self.shape.o_groups, self.shape.o_lora_rank, -1))
 
     def table(self, name: str) -> Tensor:
         return self._get(name)
@@ -310,7 +362,7 @@ class LayerWeights:
     sinks: Tensor
     compressor: Compressor | None
     indexer: Indexer | None
-    output_a: Tensor | MappedMatrix  # [groups, rank, heads per group * head_dim], or mapped [groups * rank, ...]
+    output_a: GroupedMatrix
     output_b: Matrix
     hc_ffn: HyperConnection
     ffn_norm: Tensor
@@ -342,7 +394,6 @@ class LayerWeights:
                 Compressor.load(source, prefix + "indexer_compressor"),
             )
         hashed = layer < shape.hash_layers
-        output_a = matrix("attn_output_a")
         return cls(
             hc_attn=HyperConnection.load(source, prefix + "hc_attn"),
             attn_norm=vector("attn_norm"),
@@ -353,9 +404,7 @@ class LayerWeights:
             sinks=vector("attn_sinks"),
             compressor=compressor,
             indexer=indexer,
-            output_a=output_a
-            if isinstance(output_a, MappedMatrix)
-            else output_a.dense().view(shape.o_groups, shape.o_lora_rank, -1),
+            output_a=source.grouped(f"{prefix}attn_output_a.weight"),
             output_b=matrix("attn_output_b"),
             hc_ffn=HyperConnection.load(source, prefix + "hc_ffn"),
             ffn_norm=vector("ffn_norm"),
@@ -366,13 +415,6 @@ class LayerWeights:
             shared_gate_up=join(matrix("ffn_gate_shexp"), matrix("ffn_up_shexp")),
             shared_down=matrix("ffn_down_shexp"),
         )
-
-    def project_output(self, x: Tensor) -> Tensor:
-        """The grouped first half of the output projection: [rows, groups, width] -> [rows, groups * rank]."""
-        weight = self.output_a
-        if isinstance(weight, MappedMatrix):
-            weight = weight.dense().view(x.shape[1], -1, x.shape[2])
-        return ops.grouped_linear(x, weight).flatten(1)
 
 
 @dataclass(frozen=True)

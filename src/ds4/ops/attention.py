@@ -12,8 +12,8 @@ from ds4.ops.elementwise import tree_sum
 ROW_STEP = 64
 """Compressed rows are taken in steps of this many: a query's sum has the same order whatever the other queries see."""
 
-_GATHER_LIMIT = 1 << 24
-"""Floats of gathered rows that one pass may hold."""
+_PASS_LIMIT = 1 << 24
+"""Floats (scores, weights and gathered rows) that one pass over some of the queries may hold."""
 
 
 def attention(
@@ -33,17 +33,19 @@ def attention(
     Returns:
         float32 [tokens, heads, dim].
     """
-    tokens, _, dim = q.shape
+    tokens, heads, dim = q.shape
     slots = span + (compressed.slots if compressed else 0)
-    step = max(1, _GATHER_LIMIT // (slots * dim))
-    out = torch.empty_like(q)
+    gathered = span + (compressed.slots if compressed and compressed.chosen is not None else 0)
+    step = max(1, _PASS_LIMIT // (2 * heads * slots + dim * gathered))
+    q = q * dim**-0.5
+    outs = []
     for t in range(0, tokens, step):
         part = slice(t, t + step)
-        groups = [_near(q[part] * dim**-0.5, window, first[part], missing[part], span)]
+        groups = [_near(q[part], window, first[part], missing[part], span)]
         if compressed:
-            groups += compressed.groups(q[part] * dim**-0.5, part)
-        out[part] = _softmax(groups, sink)
-    return out
+            groups += compressed.groups(q[part], part)
+        outs.append(_softmax(groups, sink))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,14 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         out: where to put the result, [rows, out]; may be a slice of columns of a larger tensor.
     """
-    rows = x.shape[0]
+    rows, width = x.shape
     if out is None:
         out = x.new_empty((rows, weight.shape[0]))
     if x.is_cuda:
         return torch.mm(x, weight.t(), out=out)
+    if width % 4:
+        # MKL's kernels for such widths sum a row in an order that depends on its place in the block.
+        x, weight = (torch.nn.functional.pad(t, (0, -width % 4)) for t in (x, weight))
     columns = weight.t()
     whole = rows - rows % ROW_BLOCK
     for start in range(0, whole, ROW_BLOCK):

@@ -7,8 +7,12 @@ holds exactly what was attended, so `unpack(pack(x))` is the round trip.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from ds4.ops.linear import linear
 
 FP8_BLOCK = 64
 FP4_BLOCK = 32
@@ -69,15 +73,17 @@ def hadamard(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n & (n - 1):
         raise ValueError(f"a Hadamard transform needs a power of two, not {n} channels")
-    shape = x.shape
-    half = 1
-    while half < n:
-        pairs: Tensor = x.reshape(*shape[:-1], n // (2 * half), 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack((a + b, a - b), dim=-2)
-        half *= 2
     scale: float = n**-0.5
-    return x.reshape(shape) * scale
+    return linear(x.reshape(-1, n), _sylvester(n).to(x.device)).view(x.shape) * scale
+
+
+@functools.cache
+def _sylvester(n: int) -> Tensor:
+    """The matrix of signs, float32 [n, n]."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
 
 
 def _fp4(x: Tensor) -> tuple[Tensor, Tensor]:
