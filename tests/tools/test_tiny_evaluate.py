@@ -214,7 +214,7 @@ class Tape:
     def fork(self) -> Tape:
         return Tape(self.tokens)
 
-    def checkpoint(self, logits: torch.Tensor | None = None) -> Any:
+    def checkpoint(self, logits: torch.Tensor | None = None, length: int | None = None) -> Any:
         return Saved(list(self.tokens), logits)
 
     def restore(self, checkpoint: Any) -> None:
