@@ -25,7 +25,7 @@ help:
 	@echo "Targets: serve, test, check-full, lint, format, clean"
 
 serve: $(STAMP)
-	@echo "Starting ds4-server on http://127.0.0.1:8000 with the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
+	@echo "Starting ds4-server: http://127.0.0.1:8000 and the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
 	@echo 'For a real model: make serve ARGS="-m /path/to/model.gguf"; for all flags: make serve ARGS=--help'
 	@exec $(VENV)/bin/ds4-server $(ARGS)
 
@@ -43,8 +43,7 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check --quiet .-fix .
+	$(VENV)/bin/ruff check --fix .
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -77,6 +77,18 @@ def test_round_trips_need_whole_blocks(change: dict[str, int], message: str) -> 
     assert random_engine(shape, qat_sim=False).session().tokens == []
 
 
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ds4.Ds4Error, match="path of its file"):
+        ds4.load(5)  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match="use topk, random or all"):
+        ds4.load(index_selection="foo")  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match="DeepseekV4ForCausalLM, not a Linear"):
+        ds4.from_transformers(torch.nn.Linear(2, 2))
+    numpy = {name: tensor.numpy() for name, tensor in random_tensors(SMALL, 1).items()}
+    with pytest.raises(ds4.Ds4Error, match="is a ndarray; torch tensors are needed"):
+        ds4.from_tensors(SMALL, numpy)  # type: ignore[arg-type]
+
+
 def test_devices_that_do_not_exist_here_are_refused_by_name() -> None:
     with pytest.raises(ds4.Ds4Error, match="'cuda' is not available"):
         ds4.from_tensors(SMALL, random_tensors(SMALL, 1), device="cuda")

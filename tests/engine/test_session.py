@@ -322,6 +322,51 @@ def test_checkpoints_stay_within_their_budget() -> None:
     assert_fresh(small, session)
 
 
+def test_what_is_pending_is_not_lost(engine: ds4.Engine) -> None:
+    session = engine.session()
+    session.sync(tokens(20))
+    session.pending = 9
+    session.step(5)
+    assert session.tokens == [*tokens(20), 9, 5]
+    assert session.pending is None
+    assert_fresh(engine, session)
+
+
+@pytest.mark.parametrize("wrong", ["abc", [[1]], [1.5], [None], 7, ["1"]])
+def test_what_is_no_list_of_ids_is_refused(engine: ds4.Engine, wrong: Any) -> None:
+    session = engine.session()
+    with pytest.raises(ds4.Ds4Error, match="token ids are integers"):
+        session.sync(wrong)
+    with pytest.raises(ds4.Ds4Error, match="token ids are integers"):
+        engine.step([(session, wrong)])
+    assert session.tokens == []
+    session.sync(torch.tensor([1, 2]))
+    assert [type(i) for i in session.tokens] == [int, int]
+
+
+def test_wrong_arguments_are_refused(engine: ds4.Engine) -> None:
+    assert engine.step([]) == []
+    session = engine.session()
+    session.sync([1, 2, 3])
+    with pytest.raises(ds4.Ds4Error, match="use last, all or none"):
+        engine.step([(session, [1])], logits="foo")  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match=r"cannot go back to 1\.5"):
+        session.rewind(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match=r"takes a ds4\.Sampling"):
+        next(session.generate(None, 3))  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match="prefill chunk must be at least 1"):
+        session.sync([1, 2], chunk=0)
+    for wrong in (
+        {"context": "a"},
+        {"context": 0},
+        {"checkpoint_interval": -5},
+        {"threads": 100_000},
+        {"context": 1.5},
+    ):
+        with pytest.raises(ds4.Ds4Error, match="must be a whole number from"):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
 def test_errors_name_what_is_wrong(engine: ds4.Engine) -> None:
     session = engine.session()
     with pytest.raises(ds4.Ds4Error, match="at least one token"):

@@ -19,6 +19,8 @@ from ds4.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ds4.engine.session import Session
 
+MAX_THREADS = 1024
+
 Wanted = Literal["last", "all", "none"]
 """The positions of each item whose logits a step returns."""
 
@@ -31,7 +33,7 @@ class EngineConfig:
         context: most tokens of a session; None: what the model file says.
         prefill_chunk: most tokens of one session evaluated in one step of a prefill.
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
-        checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this.
+        checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this; 0: never.
         threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
             second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
     """
@@ -43,14 +45,20 @@ class EngineConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.context is not None and self.context < 1:
-            raise Ds4Error(f"the context must be at least 1 token, not {self.context}")
-        if self.prefill_chunk < 1:
-            raise Ds4Error(f"the prefill chunk must be at least 1 token, not {self.prefill_chunk}")
-        if self.threads is not None and self.threads < 1:
-            raise Ds4Error(f"at least 1 thread is needed, not {self.threads}")
-        if self.checkpoint_bytes < 0:
-            raise Ds4Error(f"the checkpoint budget cannot be negative ({self.checkpoint_bytes} bytes)")
+        limits: dict[str, tuple[int, int | None]] = {
+            "prefill_chunk": (1, None),
+            "checkpoint_bytes": (0, None),
+            "checkpoint_interval": (0, None),
+        }
+        if self.context is not None:
+            limits["context"] = (1, None)
+        if self.threads is not None:
+            limits["threads"] = (1, MAX_THREADS)
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < low or (high is not None and value > high):
+                until = "" if high is None else f" to {high}"
+                raise Ds4Error(f"{name} is {value!r}; it must be a whole number from {low}{until}")
 
 
 class State(Protocol):
@@ -223,15 +231,19 @@ class Engine:
             Ds4Error: an id outside the vocabulary, no ids, a session twice, closed or of another engine, or more tokens
                 than the context.
         """
+        if logits not in ("last", "all", "none"):
+            raise Ds4Error(f"logits is {logits!r}; use last, all or none")
+        if not batch:
+            return []
+        items = []
         for session, ids in batch:
             if session.engine is not self:
                 raise Ds4Error("a session can only be stepped by the engine that it came from")
-            session.check(ids)
+            items.append((session.state, session.check(ids)))
         if len({id(session) for session, _ in batch}) != len(batch):
             raise Ds4Error("a session can stand in a batch only once")
         for session, _ in batch:
             session.repair()
-        items = [(session.state, list(ids)) for session, ids in batch]
         results = self.runner.evaluate(items, [logits] * len(items), taps, edits)
         for (session, _), (_, ids), result in zip(batch, items, results, strict=True):
             last = None if result is None else result if result.dim() == 1 else result[-1]

@@ -45,6 +45,10 @@ def load(
         FileFormatError: the file is not a model this engine runs. Ds4Error: device or options do not fit.
     """
     check_device(device)
+    if index_selection not in ("topk", "random", "all"):
+        raise Ds4Error(f"index_selection is {index_selection!r}; use topk, random or all")
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise Ds4Error(f"a model is given by the path of its file, not by {type(path).__name__}")
     file = gguf_file.open_model(gguf_file.embedded_model_path() if path is None else path)
     recorded = bool(file.metadata.get("ds4.qat_sim", True))
     tokenizer = Tokenizer.from_metadata(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None
@@ -76,6 +80,8 @@ def from_tensors(
     for name, spec in expected_tensors(shape).items():
         if name not in tensors:
             raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")
+        if not isinstance(tensors[name], Tensor):
+            raise Ds4Error(f"tensor {name} is a {type(tensors[name]).__name__}; torch tensors are needed")
         if tuple(tensors[name].shape) != spec.dims[::-1]:
             raise Ds4Error(f"tensor {name} has shape {tuple(tensors[name].shape)}, but {spec.dims[::-1]} is needed")
     if config and config.threads is not None:
@@ -93,6 +99,8 @@ def from_transformers(
     config: EngineConfig | None = None,
 ) -> Engine:
     """An engine over the weights of a transformers `DeepseekV4ForCausalLM` of any size."""
+    if getattr(getattr(model, "config", None), "model_type", None) != "deepseek_v4":
+        raise Ds4Error(f"from_transformers takes a DeepseekV4ForCausalLM, not a {type(model).__name__}")
     shape = shape_from_transformers(model.config)
     return from_tensors(shape, tensors_from_transformers(model, shape), tokenizer, device, qat_sim, config=config)
 

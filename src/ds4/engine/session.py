@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,20 +79,22 @@ class Session:
         Raises:
             ContextOverflowError: the prompt does not fit the context. Ds4Error: no tokens, or unknown ids.
         """
-        ids = list(ids)
+        ids = self.token_ids(ids)
         if self.closed:
             raise Ds4Error("this session is closed; take a new one from the engine")
         if not ids:
             raise Ds4Error("a prompt needs at least one token")
         if len(ids) >= self.engine.context:
             raise ContextOverflowError(len(ids), self.engine.context)
-        self._check_ids(ids)
+        chunk = self.engine.config.prefill_chunk if chunk is None else chunk
+        if chunk < 1:
+            raise Ds4Error(f"the prefill chunk must be at least 1 token, not {chunk}")
         self.pending = None
         shared = common_prefix(self.tokens, ids)
         if not (shared == len(self.tokens) == len(ids) and self._logits is not None):
             self._go_back(shared if shared < len(ids) else len(ids), needs_logits=shared == len(ids))
         self.reused, self.recomputed = len(self.tokens), 0
-        return self._extend(ids, chunk or self.engine.config.prefill_chunk, progress, cancelled, boundaries)
+        return self._extend(ids, chunk, progress, cancelled, boundaries)
 
     def _extend(
         self,
@@ -125,8 +128,8 @@ class Session:
         return [i + 1 for i in range(len(self.tokens), len(ids)) if ids[i] == assistant]
 
     def step(self, token: int) -> Tensor:
-        """Evaluate one token; the logits after it, float32 [vocab]."""
-        self.engine.step([(self, [token])])
+        """Evaluate one token, after the pending one if there is one; the logits behind it, float32 [vocab]."""
+        self.engine.step([(self, [token] if self.pending is None else [self.pending, token])])
         return self.logits
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[bytes]:
@@ -134,10 +137,12 @@ class Session:
 
         The last sampled token stays `pending`: the next `sync` or `generate` evaluates it.
         """
+        if not isinstance(sampling, Sampling):
+            raise Ds4Error(f"generate takes a ds4.Sampling, not {type(sampling).__name__}")
         sampler, tokenizer = Sampler(sampling), self.engine.tokenizer
         for _ in range(max_tokens):
             if self.pending is not None:
-                self.step(self.pending)
+                self.engine.step([(self, [self.pending])])
             token = sampler.sample(self.logits)
             self.pending = token
             if token == tokenizer.eos:
@@ -278,15 +283,16 @@ class Session:
 
     # -- called by the engine ----------------------------------------------------------------------------------------
 
-    def check(self, ids: Sequence[int]) -> None:
-        """Raise `Ds4Error` if these cannot be the session's next tokens."""
+    def check(self, ids: Sequence[int]) -> list[int]:
+        """The ids as plain integers; raises `Ds4Error` if these cannot be the session's next tokens."""
         if self.closed:
             raise Ds4Error("this session is closed; take a new one from the engine")
+        ids = self.token_ids(ids)
         if not ids:
             raise Ds4Error("a step needs at least one token of each session")
-        self._check_ids(ids)
         if len(self.tokens) + len(ids) > self.engine.context:
             raise ContextOverflowError(len(self.tokens) + len(ids), self.engine.context)
+        return ids
 
     def repair(self) -> None:
         """Make the state hold exactly `tokens` again if a step broke off half way."""
@@ -312,12 +318,18 @@ class Session:
         self.checkpoints.add(self.state.checkpoint(self._logits if here else None, length), wanted)
         self.engine.checkpoint_budget.enforce()
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        low, high = min(ids), max(ids)
+    def token_ids(self, ids: Iterable[int]) -> list[int]:
+        """The ids as plain integers; raises `Ds4Error` for anything that is no token id of this model."""
+        try:
+            ids = [operator.index(i) for i in ids]
+        except TypeError:
+            raise Ds4Error("token ids are integers, one after another: encode text with the tokenizer first") from None
+        low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self.engine.shape.vocab:
             wrong = low if low < 0 else high
             raise Ds4Error(f"token id {wrong} is not in the vocabulary (0 to {self.engine.shape.vocab - 1})")
+        return ids
 
     def _check_length(self, length: int) -> None:
-        if not 0 <= length <= len(self.tokens):
+        if not isinstance(length, int) or not 0 <= length <= len(self.tokens):
             raise Ds4Error(f"cannot go back to {length} tokens: the session holds {len(self.tokens)}")
