@@ -274,7 +274,8 @@ def test_a_block_that_breaks_the_grammar_is_text(text: str, problem: str) -> Non
     message = parse(f"Hi. \n{text}", False, TOOLS)
     assert (message.content, message.tool_calls, message.raw_dsml) == (f"Hi. \n{text}", (), "")
     assert problem in message.problems[-1]
-    assert not message.complete
+    # Nothing is missing from plain text; calls were begun that cannot be run.
+    assert message.complete == (invoke() not in text)
 
 
 def test_an_empty_block() -> None:
@@ -378,15 +379,40 @@ def test_the_state_starts_behind_the_reasoning_and_needs_tools() -> None:
     assert states(pieces, tools=None) == [O] * 5
 
 
-def test_garbage_between_tags_does_not_stick() -> None:
-    """An unreadable block is followed to its end, so that the rest is not sampled greedily."""
+def test_a_call_that_cannot_be_read_is_followed_to_its_end_but_not_sampled_greedily() -> None:
     state = DecodeState(False, TOOLS)
-    state.push(f"{START}oops{invoke()}{parameter('x', True)}")
-    assert (state.state, state.failed) == (State.STRING_BODY, True)
-    state.push(f"a{P_END}{I_END}")
-    assert state.state is State.STRUCTURAL
+    state.push(f"{START}{invoke()}")
+    assert state.greedy
+    seen = []
+    for piece in ("oops", "\n<", parameter("x", True)[1:], "a", P_END, parameter("y", False), "[", "1]", P_END, I_END):
+        seen.append(state.push(piece))
+        assert (state.failed, state.greedy) == (True, False)
+    assert seen == [S, S, B, B, S, J, J, J, S, S]
     state.push(f"<b {END}")
-    assert (state.state, state.saw_end) == (State.OUTSIDE, True)
+    assert (state.state, state.saw_end, state.greedy) == (State.OUTSIDE, True, False)
+
+
+def test_an_unreadable_block_without_a_call_is_over_at_once() -> None:
+    state = DecodeState(False, TOOLS)
+    state.push(f"{START}\n")
+    assert (state.state, state.open_block, state.greedy) == (S, True, True)
+    state.push("oops")
+    assert (state.state, state.open_block, state.greedy, state.failed) == (O, False, False, False)
+    assert state.push(f" and then {START}") is S
+    assert [state.push(piece) for piece in (invoke(), I_END, END)] == [S, S, O]
+    assert (state.saw_end, state.orphan_closers) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    "bad", [f"{START}\nhello\n{END}", f"{START}{parameter('x')}", f"{START}<{MARK}invoke>{I_END}", f"{START}{START} -"]
+)
+def test_calls_behind_an_unreadable_block_count(bad: str) -> None:
+    message = parse(f"Hi. {bad} so{block(parameter('x', True), '1', P_END)}", False, TOOLS)
+    assert message.content == f"Hi. {bad} so"
+    assert message.tool_calls == (ToolCall("sh", '{"x":"1"}'),)
+    assert message.raw_dsml == block(parameter("x", True), "1", P_END)
+    assert message.problems
+    assert message.complete
 
 
 @given(generations().map(lambda g: (g.text, g.thinking)) | broken_texts() | soups, st.data())

@@ -79,7 +79,7 @@ def test_broken_generations(source: tuple[str, bool], with_tools: bool, reason: 
     message = parse(text, thinking, tools)
     assert total.finish is not None
     assert total.reasoning == message.reasoning == total.finish.message.reasoning
-    if total.problems and total.problems[0].streamed:
+    if any(problem.streamed for problem in total.problems):
         assert not message.tool_calls
         assert message.text.startswith(total.content)
         assert total.finish.reason == ("length" if reason == "length" else "error")
@@ -235,17 +235,19 @@ def test_a_block_without_any_call_is_dropped() -> None:
     assert (finish.reason, finish.message.content) == ("error", "Hi.")
 
 
-def test_an_unreadable_block_is_text_if_nothing_of_it_left() -> None:
+def test_an_unreadable_block_is_text_as_soon_as_that_shows() -> None:
     parser = StreamParser(False, TOOLS)
-    text = f"\n\n{START}\noops {INVOKE}{I_END}\n{END}"
-    assert parser.push(f"Hi.{text}".encode()) == [TextDelta("Hi.")]
-    assert parser.malformed
-    assert (parser.calls_begun, parser.done) == (0, "tool_calls")
-    problem, rest, finish = parser.finish()
+    assert parser.push(f"Hi.\n\n{START}\n".encode()) == [TextDelta("Hi.")]
+    problem, begun = parser.push(b"oops")
     assert problem == Problem("text between the tags of a tool call", streamed=False)
-    assert rest == TextDelta(text)
+    assert begun == TextDelta(f"\n\n{START}\noops")
+    rest = f" {INVOKE}{I_END}\n{END} and more"
+    assert parser.push(rest.encode()) == [TextDelta(rest)]
+    assert (parser.calls_begun, parser.done) == (0, None)
+    (finish,) = parser.finish()
     assert isinstance(finish, Finish)
-    assert (finish.reason, finish.message.content) == ("stop", f"Hi.{text}")
+    assert (finish.reason, finish.message.content) == ("stop", f"Hi.\n\n{START}\noops{rest}")
+    assert (finish.message.complete, finish.message.problems) == (True, (problem.message,))
 
 
 def test_an_unreadable_call_that_left_is_closed_and_ends_in_an_error() -> None:
@@ -323,13 +325,27 @@ def test_stop_strings_do_not_count_in_reasoning() -> None:
     assert total.finish.stop_string == "END"
 
 
-def test_a_stop_string_inside_a_call_closes_it() -> None:
+@pytest.mark.parametrize("text", ["a END b", "a EN|D b", "a END"])
+def test_a_stop_string_inside_a_call_closes_it_and_the_call_does_not_count(text: str) -> None:
     parser = StreamParser(False, TOOLS, stops=["END"])
-    events = parser.push(f"{START}{INVOKE}{STRING}a END b".encode()) + parser.finish()
-    total = add_up(events)
+    events = [e for piece in f"{START}{INVOKE}{STRING}{text}".split("|") for e in parser.push(piece.encode())]
+    total = add_up(events + parser.finish())
     assert total.calls == [("sh", '{"x":"a "}')]
     assert total.finish is not None
+    assert (total.finish.reason, total.finish.stop_string) == ("stop", "END")
+    assert (total.finish.message.tool_calls, total.finish.message.complete) == ((), False)
+
+
+def test_calls_before_the_one_that_a_stop_string_cuts_count() -> None:
+    parser = StreamParser(False, TOOLS, stops=["END"])
+    total = add_up(parser.push(f"{START}{INVOKE}{I_END}{INVOKE}{STRING}a END".encode()) + parser.finish())
+    assert len(total.calls) == 2
+    assert total.finish is not None
+    assert [call.arguments for call in total.finish.message.tool_calls] == ["{}"]
     assert total.finish.reason == "stop"
+
+
+def test_a_call_that_ended_before_a_stop_string_counts() -> None:
     behind = StreamParser(False, TOOLS, stops=["END"])
     behind.push(f"{START}{INVOKE}{I_END}{END}END".encode())
     assert behind.done == "tool_calls"

@@ -81,6 +81,24 @@ def test_a_tag_has_a_greatest_length() -> None:
     assert read_tag(text, 0) is None
 
 
+class CountingText(str):
+    """Counts how often it is searched."""
+
+    searches = 0
+
+    def find(self, *args: object) -> int:
+        self.searches += 1
+        return super().find(*args)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [">" * 900, '">' * 450, '" >' * 300])
+def test_a_name_full_of_ends_is_read_in_one_pass(name: str) -> None:
+    """A growing tag is read again with every token, so one reading must not try every `>` in it."""
+    text = CountingText(f'<{MARK}parameter name="{name}')
+    read_tag(text, 0)
+    assert text.searches <= 4
+
+
 @given(st.lists(st.sampled_from(tag_soup) | noise, max_size=4).map("".join), st.booleans())
 def test_a_growing_text_never_changes_its_mind(text: str, decode: bool) -> None:
     decided: Tag | Grow | None = Grow.MORE

@@ -23,6 +23,7 @@ from ds4.server.app import create_app
 from ds4.server.config import ServerConfig
 from ds4.server.main import listen
 from ds4.server.scripted import read_script, scripted_backend
+from ds4.server.serve import http_config
 from ds4.server.trace import Trace
 from ds4.server.worker import Backend, Worker
 from ds4.tokenizer import Tokenizer
@@ -106,7 +107,7 @@ def serving(backend: Backend, config: ServerConfig) -> Iterator[Running]:
     """A server in a thread, on a free port of this machine."""
     worker = Worker(backend, config, Trace(config.trace))
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(worker, config), log_level="error", access_log=False))
+    server = uvicorn.Server(http_config(create_app(worker, config)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     worker.start()
     thread.start()

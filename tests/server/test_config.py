@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import ds4
+from ds4.cli.options import build_parser as cli_parser
 from ds4.errors import Ds4Error
-from ds4.server.config import NOT_BUILT, ServerConfig, build_parser, parse_args
+from ds4.server.config import NOT_BUILT, OF_DS4, TOPICS, ServerConfig, build_parser, parse_args
 
 
 def test_defaults_are_those_of_the_documentation() -> None:
@@ -49,6 +52,19 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--template", "x"], "template"),
         (["--por", "1"], "--por"),
         (["stray"], "stray"),
+        (["--host", ""], "host is empty"),
+        (["--host", " "], "host is empty"),
+        (["-t", "1025"], "threads is 1025, but must be at most 1024"),
+        (["--threads", "100000"], "threads is 100000"),
+        (["-t", "0"], "threads is 0"),
+        (["-m", ""], "the name is empty"),
+        (["--chdir", ""], "the name is empty"),
+        (["--trace="], "the name is empty"),
+        (["--scripted", ""], "the name is empty"),
+        (["--backend", ""], "'' is not a backend; use cpu"),
+        (["--help", "nonsense"], "no help topic 'nonsense'; topics: model, chat, server, testing"),
+        (["--dump-logits", "x"], "--dump-logits is a flag of ds4"),
+        (["--decode-consistency=3"], "--decode-consistency is a flag of ds4"),
     ],
 )
 def test_wrong_flags_end_with_a_message_and_status_2(
@@ -60,9 +76,35 @@ def test_wrong_flags_end_with_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings}
+
+
 def test_no_flag_is_both_built_and_refused() -> None:
-    built = {flag for action in build_parser()._actions for flag in action.option_strings}
+    built = flags_of(build_parser())
     assert not built & NOT_BUILT
+    assert not (built | NOT_BUILT) & OF_DS4
+
+
+def test_every_flag_of_the_other_command_is_told_from_an_unknown_one() -> None:
+    assert flags_of(cli_parser()) - flags_of(build_parser()) == OF_DS4
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--version"])
+    assert not caught.value.code
+    assert capsys.readouterr().out == f"ds4-server {ds4.__version__}\n"
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_help_topics_print_their_part(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help", topic])
+    assert not caught.value.code
+    text = capsys.readouterr().out
+    assert [title for title in TOPICS.values() if f"{title}:\n" in text] == [TOPICS[topic]]
+    assert "--" in text
 
 
 def test_help_and_mistakes_import_nothing_heavy() -> None:
@@ -77,6 +119,13 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 
 def test_impossible_values_are_refused_in_code_too() -> None:
-    for values in ({"max_sessions": 0}, {"threads": 0}, {"scripted_kv_bytes": -1}, {"checkpoint_mb": -1}):
+    for values in (
+        {"max_sessions": 0},
+        {"threads": 0},
+        {"threads": 1025},
+        {"host": ""},
+        {"scripted_kv_bytes": -1},
+        {"checkpoint_mb": -1},
+    ):
         with pytest.raises(Ds4Error, match=next(iter(values))):
             ServerConfig(**values)  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from server_harness import WEATHER, Running, call_pieces, line, scripted
 
+from ds4.server import app as app_module
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -314,3 +316,63 @@ def test_a_malformed_call_is_an_error_event_in_a_stream_and_text_otherwise() -> 
         assert choice["finish_reason"] == "stop"
         assert "nonsense" in choice["message"]["content"]
         assert "tool_calls" not in choice["message"]
+
+
+def test_half_a_call_that_a_stop_string_leaves_is_no_call() -> None:
+    pieces = call_pieces(("get_weather", [("city", "hello STOP there", True)]))
+    with scripted(line("</think>", "Look:", *pieces)) as server:
+        body = {"messages": HELLO, "tools": [WEATHER], "stop": ["STOP"]}
+        choice = server.post(body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == "Look:"
+        assert "tool_calls" not in choice["message"]
+        frames = [text.removeprefix("data: ") for text in server.post({**body, "stream": True}).text.split("\n\n")]
+        assert frames[-2:] == ["[DONE]", ""]
+        choices = [json.loads(text)["choices"][0] for text in frames[:-2]]
+        assert choices[-1]["finish_reason"] == "stop"
+        arguments = "".join(
+            call["function"]["arguments"] for one in choices for call in one["delta"].get("tool_calls", ())
+        )
+        assert json.loads(arguments) == {"city": "hello "}
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS", "POST"])
+def test_headers_over_the_limit_are_a_431(server: Running, method: str) -> None:
+    path = "/v1/chat/completions" if method == "POST" else "/health"
+    body = {"json": {"messages": HELLO}} if method == "POST" else {}
+    fine = server.http.request(method, path, headers={"x-long": "a" * 60_000}, **body)  # type: ignore[arg-type]
+    assert fine.status_code in (200, 204)
+    for headers in ({"x-long": "a" * 100_000}, {f"x-{i}": "a" * 1000 for i in range(70)}):
+        answer = server.http.request(method, path, headers=headers, **body)  # type: ignore[arg-type]
+        assert "65536" in error_of(answer, 431)["message"]
+    both = server.http.request(method, path + "?" + "a" * 40_000, headers={"x-long": "a" * 40_000}, **body)  # type: ignore[arg-type]
+    assert "65536" in error_of(both, 431)["message"]
+    assert server.http.get("/health").status_code == 200
+
+
+def test_without_a_worker_requests_and_health_are_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(line("x")) as server:
+        assert server.http.get("/health").json()["status"] == "ok"
+        assert server.worker.stop(10)
+        server.worker._stopping = False  # as if the thread had ended by itself
+        assert "the worker has ended" in error_of(server.post({"messages": HELLO}), 503)["message"]
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+
+
+def test_a_long_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    parse = app_module.parse_json
+
+    def parsing(body: bytes) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return parse(body)
+
+    monkeypatch.setattr(app_module, "parse_json", parsing)
+    with scripted(line("</think>", "x"), ctx=4096) as server:
+        for padding in (0, 10, 600_000):
+            assert server.post({"messages": HELLO, "metadata": {"a": "b" * padding}}).status_code == 200
+        error_of(server.http.post("/v1/chat/completions", content=b"[" + b"1," * 300_000 + b"1]"), 400)
+    small, other, large, wrong = threads
+    assert small == other
+    assert small not in (large, wrong)

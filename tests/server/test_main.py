@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -98,7 +100,8 @@ def test_what_cannot_be_loaded_is_status_1_with_a_message(tmp_path: Path, caplog
     assert "missing.gguf" in caplog.text
     assert "Traceback" not in caplog.text
     assert main(["--port", "0", "--chdir", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere" in caplog.text
+    assert f"--chdir {tmp_path / 'nowhere'}: No such file or directory; give a directory" in caplog.text
+    assert "Errno" not in caplog.text
     with pytest.raises(Ds4Error, match="trace cannot be written"):
         open_trace(tmp_path / "no" / "trace")
 
@@ -123,19 +126,165 @@ def test_the_second_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert running.worker.stop(10)
 
 
-def test_an_address_with_colons_is_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    families: list[int] = []
-    real = socket.socket
+def test_the_signal_counts_before_the_log_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    with scripted(line("x")) as running:
+        server = GracefulServer(object(), running.worker)
+        monkeypatch.setattr("ds4.server.serve.log.warning", lambda *_: seen.append(server.should_exit))
+        server.handle_exit(signal.SIGTERM, None)
+        assert running.worker.stop(10)
+    assert seen == [True]
 
-    def recording(family: int, kind: int) -> socket.socket:
-        families.append(family)
-        return real(socket.AF_INET, kind)
 
-    monkeypatch.setattr(socket, "socket", recording)
-    with pytest.raises(OSError, match="::1:0"):
-        listen("::1", 0)
-    listen("127.0.0.1", 0).close()
-    assert families == [socket.AF_INET6, socket.AF_INET]
+STREAM = json.dumps({"messages": HELLO, "stream": True}).encode()
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"GET /health HTTP/1.1\r\nHost:",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(STREAM), STREAM),
+    ],
+    ids=["half a body", "half a chunk", "half a head", "a stream that is not read"],
+)
+def test_one_signal_is_enough_whatever_clients_do(model: Path, tmp_path: Path, request_text: bytes) -> None:
+    script = tmp_path / "script"
+    # More than all buffers between the server and a client that does not read.
+    script.write_text(json.dumps({"pieces": ["</think>", *["word " * 2000] * 3000]}) + "\n")
+    with command("-m", model, "--scripted", script, "-c", 1_000_000, "--scripted-kv-bytes-per-token", 0) as running:
+        process, url, _ = running
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            client.sendall(request_text)
+            if STREAM in request_text:
+                assert client.recv(10)
+            # The server has taken the connection when it answers another one.
+            assert httpx.get(url + "/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+
+
+def test_nobody_has_to_read_standard_error(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text('{"pieces": ["</think>", "scripted"]}\n')
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ds4.server.main", "--port", "0", "-m", model, "--scripted", script], stderr=write
+    )
+    try:
+        text = b""
+        while b" ready on " not in text or not text.endswith(b"\n"):
+            text += os.read(read, 4096)
+        url = text.split(b" ready on ")[1].decode().strip()
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, b"x")
+        os.set_blocking(write, True)
+        for _ in range(3):
+            answer = httpx.post(url + "/v1/chat/completions", json={"messages": HELLO}, timeout=60).json()
+            assert answer["choices"][0]["message"]["content"] == "scripted"
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+            # The HTTP library logs as well when it has to cut this one off.
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert httpx.get(url + "/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
+
+
+def test_closed_standard_streams_do_not_matter(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text('{"pieces": ["</think>", "scripted"]}\n')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = (sys.executable, "-m", "ds4.server.main", "--port", str(port), "-m", str(model), "--scripted", str(script))
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *start])
+    try:
+        transport = httpx.HTTPTransport(retries=12)  # waits a little longer each time
+        with httpx.Client(transport=transport, timeout=60) as client:
+            answer = client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json={"messages": HELLO}).json()
+        assert answer["choices"][0]["message"]["content"] == "scripted"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("step", ["import", "load"])
+def test_ctrl_c_while_the_server_starts_is_status_130_and_never_an_exception(step: str) -> None:
+    program = """
+import signal, sys
+from ds4.server import main
+def interrupted():
+    try: signal.raise_signal(signal.SIGINT)
+    except BaseException: print("swallowed")
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "ds4.server.serve": interrupted()
+if sys.argv[1] == "import":
+    sys.meta_path.insert(0, Finder())
+else:
+    from ds4.server import serve
+    serve.load_backend = lambda config: interrupted()
+main.main(["--port", "0"])
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", program, step], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_names_and_addresses_of_both_kinds_are_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        with listen(host, 0) as listener:
+            assert listener.getsockname()[0] == "127.0.0.1"
+    tried: list[object] = []
+
+    class Recording(socket.socket):
+        def __init__(self, family: int, kind: int) -> None:
+            super().__init__(socket.AF_INET, kind)
+            self.wanted = family
+
+        def bind(self, address: Any) -> None:
+            tried.append((self.wanted, address[0]))
+            if address[0] == "192.0.2.1":
+                raise OSError(errno.EADDRNOTAVAIL, "not here")
+            super().bind(("127.0.0.1", 0))
+
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "socket", Recording)
+    listen("::1", 0).close()
+    assert tried == [(socket.AF_INET6, "::1")]
+    tried.clear()
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: real("::1", *rest, **more) + real("192.0.2.1", *rest, **more)
+    )
+    listen("some.name", 0).close()
+    assert tried == [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "::1")]
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("192.0.2.1", "192.0.2.1:0: Cannot assign requested address; --host takes an address"),
+        ("no such host", "--host no such host: "),
+        ("a" * 100, "is neither an address nor"),
+    ],
+)
+def test_only_a_port_in_use_looks_like_another_server(host: str, message: str) -> None:
+    with pytest.raises(Ds4Error) as caught:
+        listen(host, 0)
+    assert message in str(caught.value)
+    assert "another server" not in str(caught.value)
 
 
 def test_a_terminal_sees_a_bar_while_the_model_loads(

@@ -73,7 +73,8 @@ def test_the_least_recently_used_ids_leave_and_the_size_is_exact(steps: list[tup
             if len(known) > 5:
                 del known[next(iter(known))]
     assert len(memory) == len(known)
-    assert memory.nbytes == sum(len(id) + 200 for id in known) + sum(map(len, set(known.values())))
+    call = len('tool0{"a":1}')
+    assert memory.nbytes == sum(len(id) + 200 + len(block) + call for id, block in known.items())
 
 
 def test_bytes_are_bounded_and_a_shared_block_counts_once() -> None:
@@ -85,5 +86,14 @@ def test_bytes_are_bounded_and_a_shared_block_counts_once() -> None:
     assert not memory.attach(Message(tool_calls=calls("a", "b"))).raw_dsml
     assert memory.attach(Message(tool_calls=calls("c"))).raw_dsml
     memory.put(calls("d"), "z" * 5000)
+    assert len(memory) == 0
+    assert memory.nbytes == 0
+
+
+def test_the_arguments_that_are_kept_count() -> None:
+    memory = ReplayMemory(max_bytes=2000)
+    memory.put((ToolCall("f", "{" + " " * 500 + "}", "a"), ToolCall("f", "{}", "b")), "x")
+    assert memory.nbytes == 2 * 201 + 1 + 2 + 502 + 2
+    memory.put((ToolCall("f", "{" + " " * 2000 + "}", "c"),), "x")
     assert len(memory) == 0
     assert memory.nbytes == 0

@@ -6,11 +6,12 @@ import threading
 from typing import Any
 
 import pytest
-from server_harness import tokenizer
+from server_harness import random_engine, tokenizer
 
 from ds4.engine import EngineConfig, Sampling
 from ds4.errors import Ds4Error
 from ds4.server.scripted import Line, ScriptedState, ScriptedTokenizer, load_script, read_script, scripted_backend
+from ds4.server.slots import Slot
 
 
 def backend(*lines: Line, **options: Any) -> Any:
@@ -181,6 +182,10 @@ def test_a_state_refuses_what_it_cannot_do() -> None:
     assert not state.can_truncate(20)
     with pytest.raises(ValueError, match="without a checkpoint"):
         state.truncate(20)
+    assert [state.can_truncate(n) for n in (40, 24, 23, 22)] == [True, True, True, False]
+    assert state.checkpoint(length=23).length == 23
+    with pytest.raises(ValueError, match="none of 22 tokens"):
+        state.checkpoint(length=22)
     state.truncate(30)
     assert not state.can_truncate(20)
     with pytest.raises(ValueError, match="behind the end"):
@@ -189,3 +194,26 @@ def test_a_state_refuses_what_it_cannot_do() -> None:
     assert not state.can_truncate(30)
     with pytest.raises(ValueError, match="only 30 are here"):
         state.import_state(ScriptedState(1).export(0).__class__(35, checkpoint, (), b""))
+
+
+@pytest.mark.parametrize("end", [40, 64])
+def test_a_scripted_state_reaches_back_as_far_as_a_real_one(end: int) -> None:
+    real = random_engine().session()
+    real.sync(range(1, end + 1), boundaries=[])
+    state = ScriptedState(1)
+    state.extend(range(1, end + 1))
+    for length in range(end + 2):
+        assert state.can_truncate(length) == real.state.can_truncate(length)
+
+
+def test_a_slot_knows_how_far_its_session_goes_back() -> None:
+    made = backend(Line((b"a",)))
+    session = made.engine.session()
+    session.sync(range(1, 101), boundaries=[])
+    session.checkpoints.clear()
+    slot = Slot(session)
+    for length in range(75, 100):
+        branch = session.fork()
+        branch.sync([*range(1, length + 1), 7], boundaries=[])
+        assert slot.reachable(length) == branch.reused
+    assert (slot.reachable(83), slot.reachable(82)) == (83, 0)

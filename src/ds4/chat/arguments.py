@@ -67,16 +67,16 @@ class CallWriter:
         self._levels.pop()
         self.write("}")
 
-    def end(self) -> None:
-        """Close every open object and the call."""
+    def end(self, drop: bool = False) -> None:
+        """Close every open object and the call; with `drop` it does not count as one of the calls."""
         while self._levels:
             self.close_object()
         if self.muted:
             return
         self._emit(CallEnd(self.begun - 1))
-        if self._keep:
+        if self._keep and not drop:
             self.calls.append(ToolCall(self.name, self._arguments()))
-            self._pieces.clear()
+        self._pieces.clear()
 
     def _arguments(self) -> str:
         arguments = "".join(self._pieces)

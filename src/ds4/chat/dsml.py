@@ -64,7 +64,8 @@ def parse(
         recovered: the reasoning was closed by END_THINK_INJECTION.
 
     Calls of a block that is cut off are completed (`complete` is False then and `raw_dsml` empty). A block that breaks
-    the grammar is text: `content` holds it and `problems` says why. Never raises for what a model wrote.
+    the grammar is text: `content` holds it and `problems` says why. If it does so before its first call, what follows
+    is read as if no block had begun. Never raises for what a model wrote.
     """
     scanner = Scanner(thinking, tool_names(tools), decode=profile == "ds4", recovered=recovered)
     scanner.feed(text)
@@ -114,7 +115,8 @@ class DecodeState:
     @property
     def greedy(self) -> bool:
         """Whether the next token is syntax: take the most probable one."""
-        return self._scanner.state in _GREEDY
+        # Of a block that cannot be read nobody knows what is syntax.
+        return self._scanner.state in _GREEDY and not self._scanner.failed
 
     @property
     def in_reasoning(self) -> bool:
@@ -137,7 +139,7 @@ class DecodeState:
 
     @property
     def failed(self) -> bool:
-        """Whether the block cannot be read."""
+        """Whether a call was begun that cannot be read. (A block is plain text if that shows before its first call.)"""
         return self._scanner.failed
 
     @property

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from ds4.chat import json_text
 from ds4.chat.message import ToolCall
 from ds4.chat.rendered import Writer
+from ds4.chat.tags import ESCAPED_PARAMETER_END, MARK, PARAMETER_END, markers
 
-MARK = "｜DSML｜"
 BLOCK_START = f"<{MARK}tool_calls>"
 BLOCK_END = f"</{MARK}tool_calls>"
-PARAMETER_END = f"</{MARK}parameter>"
-ESCAPED_PARAMETER_END = "&lt;" + PARAMETER_END[1:]
 
 _ATTRIBUTE = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
 
@@ -31,6 +29,20 @@ def write_calls(writer: Writer, calls: Sequence[ToolCall], profile: str = "offic
         _write_parameters(writer, call, profile)
         writer.control(f"</{MARK}invoke>\n")
     writer.control(BLOCK_END)
+
+
+def write_block(writer: Writer, block: str) -> None:
+    """Write a block as it was sampled. Only the markers of its tags are control text.
+
+    Its values are what the model wrote, often words of others: `<｜User｜>` in them was sampled as characters, and must
+    not come back as a token.
+    """
+    at = 0
+    for start, end in markers(block):
+        writer.client(block[at:start])
+        writer.control(block[start:end])
+        at = end
+    writer.client(block[at:])
 
 
 def calls_text(calls: Sequence[ToolCall], profile: str = "official") -> str:
@@ -52,7 +64,7 @@ def _write_parameters(writer: Writer, call: ToolCall, profile: str) -> None:
         writer.client(_attribute(name, profile))
         writer.control(f'" string="{"true" if string else "false"}">')
         if profile == "ds4":
-            text = text.replace(PARAMETER_END, ("&lt;" if string else "\\u003c") + PARAMETER_END[1:])
+            text = text.replace(PARAMETER_END, ESCAPED_PARAMETER_END if string else "\\u003c" + PARAMETER_END[1:])
         writer.client(text)
         writer.control(f"{PARAMETER_END}\n")
 

@@ -42,18 +42,18 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call's arguments are complete."""
+    """The call's arguments are one JSON object. The call counts if the message at the end holds it."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The tool calls cannot be read.
+    """Tool calls cannot be read.
 
     Attributes:
         message: what was wrong, for people.
-        streamed: whether events of a call went out before; if not, the block follows as text.
+        streamed: whether events of a call went out before; if not, the block so far follows as text.
     """
 
     message: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Deeper values are nobody's tool arguments; the limit keeps us away from Python's recursion limit.
@@ -110,9 +110,3 @@ def argument_items(arguments: str, compact: bool) -> list[tuple[str, bool, str]]
 def is_string(value: Any) -> bool:
     """Whether a value of `loads` is a JSON string (numbers are kept as text, but are no strings)."""
     return isinstance(value, str) and not isinstance(value, _Number)
-
-
-def object_text(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return `{"k":v,...}` from names and ready JSON texts; a later equal name replaces the value of the first."""
-    merged = dict(pairs)
-    return "{" + ",".join(f"{dump_string(name)}:{text}" for name, text in merged.items()) + "}"

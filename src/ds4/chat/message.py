@@ -56,7 +56,7 @@ class Message:
         role: `assistant`, `user`, `system`, `developer`, `tool`, `latest_reminder`.
         tool_call_id: for role `tool`, the call that is answered.
         reasoning_closed: False if the generation ended inside its reasoning.
-        complete: False if a tool call block was begun and not ended, or could not be read.
+        complete: False if a tool call block was begun and not ended, or had calls that could not be read.
         task: one of the model's internal tasks, on a user message (official format only).
         open_end: the turn is to be continued: no end-of-sentence behind it (official format only).
     """

@@ -15,8 +15,8 @@ class Rendered(str):
     """Prompt text. Everything outside `client_spans` is control text, in which special tokens are recognised.
 
     Attributes:
-        client_spans: ranges (start, end) of characters that hold text supplied by a client: sorted, not empty, not
-            touching each other.
+        client_spans: ranges (start, end) of characters that hold text supplied by a client, or what the model wrote
+            in values of its calls: sorted, not empty, not touching each other.
         boundaries: character offsets at which state is worth keeping, in ascending order: behind the system region
             (always the first), before each later user turn, and, if the prompt ends in an open turn, right before
             its think marker (the last). The next request often equals this one up to one of them.

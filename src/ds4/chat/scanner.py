@@ -69,7 +69,7 @@ class Scanner:
         saw_start, saw_end: a block began; its end tag was seen.
         dangling_start: a complete start tag stands in the reasoning.
         orphan_closers: number of end tags outside any block.
-        failed: the block cannot be read.
+        failed: the block has calls that cannot be read.
         stop_string: the stop string that ended the text.
     """
 
@@ -205,7 +205,7 @@ class Scanner:
             if self._phase is _Phase.TEXT:
                 self._emit_text("".join(self._space) + (without_cut_tag(self._buffer) if self._tools else self._buffer))
             elif self.failed:
-                self._give_up()
+                self._consume(len(self._buffer))
             elif self.open_block:
                 self._repair()
             elif not self._writer.begun:
@@ -374,9 +374,10 @@ class Scanner:
             self._phase = _Phase.DONE
         else:
             self._fail("text between the tags of a tool call")
-            # Only a recogniser from here on: skip to what may be the next tag.
-            following = buffer.find("<", 1)
-            self._consume(len(buffer) if following < 0 else following)
+            if self.failed:
+                # Only a recogniser from here on: skip to what may be the next tag.
+                following = buffer.find("<", 1)
+                self._consume(len(buffer) if following < 0 else following)
         return True
 
     def _take_tag(self, tag: Tag) -> None:
@@ -418,6 +419,8 @@ class Scanner:
         writer = self._writer
         if not writer.depth:
             self._fail("a parameter outside a call")
+            if not self.failed:
+                return
         elif tag.name is None:
             self._fail(f"a parameter without a name in the call of {writer.name!r}")
         elif writer.depth > _MAX_NESTING:
@@ -490,14 +493,16 @@ class Scanner:
         return False
 
     def _fail(self, message: str) -> None:
-        """The block cannot be read. What follows is only followed to its end."""
+        """The block cannot be read. If a call of it has left, it is followed to its end, and else it is text."""
         if self.failed:
             return
-        self.failed = True
         self._problems.append(message)
-        if self._writer.begun:
-            self._close_call()
-            self._events.append(Problem(message, streamed=True))
+        if not self._writer.begun:
+            self._give_up(message)
+            return
+        self.failed = True
+        self._close_call()
+        self._events.append(Problem(message, streamed=True))
         self._writer.muted = True
 
     def _close_call(self) -> None:
@@ -508,19 +513,29 @@ class Scanner:
             self._writer.end()
 
     def _repair(self) -> None:
-        """The generation ended inside a block: close what is open, or drop a block without any call."""
+        """The generation ended inside a block: close what is open, or drop a block without any call.
+
+        At a stop string the open call is dropped as well: it was not the model that ended it.
+        """
+        stopped = self.stop_string is not None
         self._repaired = True
         if not self._writer.begun:
             self._problems.append("the text ended at the start of a tool call")
             return
-        self._problems.append("the text ended inside a tool call, which was closed")
+        if stopped:
+            self._problems.append("a stop string ended the text inside a tool call")
+        else:
+            self._problems.append("the text ended inside a tool call, which was closed")
         if self._value is not None:
             self._value.cut(self._buffer)
         if self._writer.depth:
-            self._writer.end()
+            self._writer.end(drop=stopped)
 
-    def _give_up(self) -> None:
-        """If no event of the unreadable block went out, it is text."""
-        if not self._writer.begun:
-            self._events.append(Problem(self._problems[-1], streamed=False))
-            self._emit_text(self.block_text())
+    def _give_up(self, message: str) -> None:
+        """What was read of the block is text, and so is what follows, unless another block begins there."""
+        self._events.append(Problem(message, streamed=False))
+        block = "".join(self._raw)
+        self._raw = []
+        self._phase = _Phase.TEXT
+        self._buffer = block + self._buffer
+        self._pass_text(len(block))

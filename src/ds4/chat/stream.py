@@ -83,6 +83,7 @@ class StreamParser:
 
         `reason` is why it ended: `stop` (end of sentence, a stop string, or `done`), `length`, or anything else, which
         is passed on. `stop` becomes `tool_calls` if calls were read, and `error` if they were begun but not readable.
+        A call that a stop string cuts is closed, but the message does not hold it: nobody should run half a call.
         """
         if self._finished:
             return []
@@ -112,11 +113,6 @@ class StreamParser:
         if self._scanner.finished_calls:
             return "tool_calls"
         return "stop" if self._scanner.stop_string is not None else None
-
-    @property
-    def malformed(self) -> bool:
-        """Whether a block was begun that cannot be read, as far as it is known."""
-        return self._scanner.failed
 
     @property
     def calls_begun(self) -> int:

@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ds4.chat.dsml_text import ESCAPED_PARAMETER_END, MARK, PARAMETER_END
-
+MARK = "｜DSML｜"
+PARAMETER_END = f"</{MARK}parameter>"
+ESCAPED_PARAMETER_END = "&lt;" + PARAMETER_END[1:]
 SPACE = " \t\r\n\v\f"
 # A tag longer than this is not one: what is held back while it grows has to be bounded.
 MAX_TAG = 1024
@@ -47,7 +48,9 @@ _HAS_MARKER = re.compile("</?[｜|]|</?DSML[｜|]")
 _VALUE = f"\"[^\"]*\"|'[^']*'|[{_DOUBLE}][^{_DOUBLE}\"]*[{_DOUBLE}\"]|[{_SINGLE}][^{_SINGLE}']*[{_SINGLE}']"
 _ATTRIBUTE = re.compile(f"(?:^|\\s)([A-Za-z_][\\w-]*)\\s*=\\s*({_VALUE})")
 _WELL_FORMED = re.compile(f"(?:\\s+[A-Za-z_][\\w-]*\\s*=\\s*(?:{_VALUE}))*\\s*")
+_WHOLE_ATTRIBUTES = re.compile(_WELL_FORMED.pattern + ">")
 _CANONICAL = re.compile(r'\s+name="(.*?)"(?:\s+string="(true|false)")?\s*', re.DOTALL)
+_CANONICAL_END = re.compile(_CANONICAL.pattern + ">", re.DOTALL)
 _ENTITY = re.compile("&(amp|lt|gt|quot|apos);")
 _ENTITIES = (("amp", "&"), ("lt", "<"), ("gt", ">"), ("quot", '"'), ("apos", "'"))
 
@@ -116,12 +119,13 @@ def _tag_end(text: str, start: int, limit: int) -> int | Grow | None:
     A name may hold `>` as nothing escapes it, so the end is the first one that leaves whole attributes before it. If
     there is none on the line, quotes are missing, and the first `>` counts.
     """
-    first = at = text.find(">", start, limit)
+    first = text.find(">", start, limit)
     line = -1 if first < 0 else text.find("\n", first, limit)
-    while at >= 0 and (line < 0 or at < line):
-        if _WELL_FORMED.fullmatch(text, start, at) or _CANONICAL.fullmatch(text, start, at):
-            return at + 1
-        at = text.find(">", at + 1, limit)
+    # One pass over the text, not one for each `>` in a name: this runs again with every token that makes a tag grow.
+    matches = [match for pattern in (_WHOLE_ATTRIBUTES, _CANONICAL_END) if (match := pattern.match(text, start, limit))]
+    end = min((match.end() for match in matches), default=0)
+    if end and (line < 0 or end <= line):
+        return end
     if first >= 0 and (line >= 0 or len(text) >= limit):
         return first + 1
     return None if len(text) >= limit else Grow.MORE
@@ -178,13 +182,13 @@ class BodyEnd:
     exact: bool
     decode: bool
 
-    def find(self, text: str) -> tuple[int, int] | None:
-        """Return start and end of the first closing tag, if it is there."""
+    def find(self, text: str, start: int = 0) -> tuple[int, int] | None:
+        """Return start and end of the first closing tag behind `start`, if it is there."""
         if self.plain or self.exact:
             closer = "</parameter>" if self.plain else PARAMETER_END
-            at = text.find(closer)
+            at = text.find(closer, start)
             return None if at < 0 else (at, at + len(closer))
-        match = _LOOSE_CLOSE.search(text)
+        match = _LOOSE_CLOSE.search(text, start)
         return match.span() if match else None
 
     def held(self, text: str) -> int:
@@ -208,3 +212,47 @@ class BodyEnd:
     def unescape(self, text: str) -> str:
         """Undo the escape of a string value."""
         return text.replace(ESCAPED_PARAMETER_END, PARAMETER_END) if self.decode else text
+
+
+def markers(block: str) -> list[tuple[int, int]]:
+    """Return where the tags of a whole block have their markers `｜DSML｜`: ranges (start, end), in order.
+
+    Names, values and spaces between tags may hold the same characters; those are not markers. Of text that does not
+    follow the grammar only the tags before it count.
+    """
+    found: list[tuple[int, int]] = []
+    at = 0
+    while at < len(block):
+        if block[at] in SPACE:
+            at += 1
+            continue
+        tag = read_tag(block, at)
+        if not isinstance(tag, Tag):
+            break
+        found += _marker(block, at)
+        at = tag.end
+        if tag.word != "parameter" or tag.closing or _begins_nested(block, tag):
+            continue
+        end = BodyEnd(tag.plain, tag.exact, decode=False).find(block, at)
+        if end is None:
+            break
+        found += _marker(block, end[0])
+        at = end[1]
+    return found
+
+
+def _marker(block: str, tag_start: int) -> list[tuple[int, int]]:
+    head = _HEAD.match(block, tag_start)
+    at = -1 if head is None else block.find(MARK, tag_start, head.end())
+    return [] if at < 0 else [(at, at + len(MARK))]
+
+
+def _begins_nested(block: str, outer: Tag) -> bool:
+    """Whether a parameter that does not say what it holds begins with another one."""
+    if outer.string is not None:
+        return False
+    at = outer.end
+    while at < len(block) and block[at] in SPACE:
+        at += 1
+    tag = read_tag(block, at)
+    return isinstance(tag, Tag) and tag.word == "parameter" and not tag.closing and tag.plain == outer.plain

@@ -308,7 +308,7 @@ def _write_reply(writer: Writer, message: Message, profile: str) -> None:
     """Write content, calls and the end of sentence."""
     writer.client(message.text)
     if message.raw_dsml:
-        writer.control(message.raw_dsml)
+        dsml_text.write_block(writer, message.raw_dsml)
     elif message.tool_calls:
         dsml_text.write_calls(writer, message.tool_calls, profile)
     if not (message.open_end and profile == "official"):

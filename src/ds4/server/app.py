@@ -17,9 +17,15 @@ from ds4.server.api.chat_types import ChatCompletionRequest
 from ds4.server.api.models import model_ids, model_object
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError, from_request_error
-from ds4.server.exchange import ClientGoneError, EventStream, Exchange, JsonResponse, read_json
-from ds4.server.request import Failed
+from ds4.server.exchange import ClientGoneError, EventStream, Exchange, JsonResponse, parse_json, read_body
+from ds4.server.request import ChatRequest, Failed
 from ds4.server.worker import Worker
+
+MAX_HEADER_BYTES = 64 << 10
+"""Most bytes of a request's target and headers together."""
+
+_LONG_BODY = 256 << 10
+"""Bodies of more bytes are read in a thread."""
 
 _CORS = [
     (b"access-control-allow-origin", b"*"),
@@ -35,8 +41,10 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     context = worker.engine.context
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": loaded, "context_length": context, **worker.status()}
+    async def health() -> Response:
+        status = "ok" if worker.alive else "failed"
+        value = {"status": status, "model": loaded, "context_length": context, **worker.status()}
+        return JsonResponse(value, 200 if worker.alive else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -50,8 +58,13 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
-        value = await read_json(request, config.max_body_bytes)
-        chat_request, body = chat.parse(value, config, loaded)
+        def parse(data: bytes) -> tuple[ChatRequest, ChatCompletionRequest]:
+            return chat.parse(parse_json(data), config, loaded)
+
+        data = await read_body(request, config.max_body_bytes)
+        # Reading a long conversation takes so long that other requests would feel it.
+        long = len(data) > _LONG_BODY
+        chat_request, body = await asyncio.to_thread(parse, data) if long else parse(data)
         try:
             prompt = await asyncio.to_thread(worker.prompts.build, chat_request)
             exchange = Exchange(request, worker, chat_request, prompt)
@@ -119,7 +132,10 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 class _Edges:
-    """What holds for every path: OPTIONS has an empty answer, and with `cors` web pages may read the answers."""
+    """What holds for every path.
+
+    OPTIONS has an empty answer, with `cors` web pages may read the answers, and headers have a greatest size.
+    """
 
     def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]], cors: bool) -> None:
         self._app = app
@@ -135,8 +151,17 @@ class _Edges:
                 message["headers"] = [*message.get("headers", ()), *self._headers]
             await send(message)
 
-        if scope["method"] == "OPTIONS":
+        if _head_bytes(scope) > MAX_HEADER_BYTES:
+            error = ApiError(431, f"the request's target and headers are larger than {MAX_HEADER_BYTES} bytes together")
+            await JsonResponse(error.openai(), error.status, {"connection": "close"})(scope, receive, with_headers)
+        elif scope["method"] == "OPTIONS":
             await with_headers({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
         else:
             await self._app(scope, receive, with_headers)
+
+
+def _head_bytes(scope: Any) -> int:
+    """Bytes of a request's target and headers, each header with its colon and line break."""
+    target = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])

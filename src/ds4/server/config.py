@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ds4.errors import Ds4Error
 
 DEFAULT_CONTEXT = 32_768
 DEFAULT_MAX_TOKENS = 393_216
+MAX_THREADS = 1024
 
 # Flags of the runtime and the server that this version knows but cannot do yet. They are refused by name: to ignore
 # one would run something else than what was asked for.
@@ -30,6 +31,18 @@ NOT_BUILT = frozenset(
     }
 )  # fmt: skip
 
+# Flags of the command `ds4` that are nothing to the server.
+OF_DS4 = frozenset(
+    {
+        "-p", "--prompt", "--prompt-file", "--raw-prompt", "-sys", "--system", "--think", "--think-max", "--nothink",
+        "--hide-thinking", "--temp", "--top-p", "--min-p", "--top-k", "--seed", "--inspect", "--dump-tokens",
+        "--dump-logits", "--dump-logprobs", "--logprobs-top-k", "--decode-consistency", "--bench", "--ctx-start",
+        "--ctx-max", "--step-mul", "--step-incr", "--gen-tokens", "--repeats", "--no-first-token", "--bench-json",
+    }
+)  # fmt: skip
+
+TOPICS = {"model": "model", "chat": "chat format", "server": "server", "testing": "testing"}
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -41,7 +54,8 @@ class ServerConfig:
         ctx: most tokens of prompt and answer together.
         max_tokens: limit of an answer if the request gives none.
         threads: CPU threads of the engine; None: PyTorch's choice.
-        prefill_chunk: most prompt tokens evaluated between two steps of running answers; None: the engine's default.
+        prefill_chunk: most prompt tokens evaluated in one step (128 while answers are running); None: the engine's
+            default.
         checkpoint_mb: MiB that the ways back into earlier positions may hold.
         template: chat template, `official` or `ds4`.
         effort_profile: `preview` or `0731`: what effort names mean.
@@ -97,6 +111,11 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Ds4Error(f"{name} is {value}, but must be at least 1")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise Ds4Error(f"threads is {self.threads}, but must be at most {MAX_THREADS}")
+        # An empty address would mean all networks of the machine.
+        if not self.host.strip():
+            raise Ds4Error("host is empty; give an address, such as 127.0.0.1")
         if self.scripted_kv_bytes < 0 or self.tool_memory_max_ids < 0:
             raise Ds4Error("scripted_kv_bytes and tool_memory_max_ids cannot be negative")
         if not 0 <= self.port <= 65535:
@@ -108,20 +127,55 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nTry {self.prog} --help\n")
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        from ds4 import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        if values is None or values == "all":
+            parser.print_help()
+        elif values in TOPICS:
+            formatter = parser._get_formatter()
+            for group in parser._action_groups:
+                if group.title == TOPICS[values]:
+                    formatter.start_section(group.title)
+                    formatter.add_arguments(group._group_actions)
+                    formatter.end_section()
+            print(formatter.format_help(), end="")
+        else:
+            parser.error(f"there is no help topic {values!r}; topics: {', '.join(TOPICS)}, all")
+        parser.exit()
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the server's command line."""
     parser = _Parser(
         prog="ds4-server",
         description="Serve a DeepSeek V4 model over HTTP with OpenAI's chat API.",
         allow_abbrev=False,
+        add_help=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
     on_off = argparse.BooleanOptionalAction
+    topics = f"this text, or one part: {', '.join(TOPICS)}"
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", action=_Help, help=topics)
+    parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
 
     model = parser.add_argument_group("model")
     model.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="model file (GGUF); default: the embedded model"
+        "-m", "--model", type=_path, metavar="FILE", help="model file (GGUF); default: the embedded model"
     )
     model.add_argument("-c", "--ctx", type=int, metavar="N", help=f"tokens of context ({DEFAULT_CONTEXT})")
     model.add_argument(
@@ -148,11 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=int, metavar="N", help="port to listen on (8000)")
     http.add_argument("--cors", action="store_true", help="allow requests from web pages")
     http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; 0: no limit (1024)")
-    http.add_argument("--chdir", type=Path, metavar="DIR", help="change to this directory first")
+    http.add_argument("--chdir", type=_path, metavar="DIR", help="change to this directory first")
 
     testing = parser.add_argument_group("testing")
-    testing.add_argument("--trace", type=Path, metavar="FILE", help="write prompts, tokens and decisions as JSON lines")
-    testing.add_argument("--scripted", type=Path, metavar="FILE", help="answer from a script instead of the model")
+    testing.add_argument("--trace", type=_path, metavar="FILE", help="write prompts, tokens and decisions as JSON")
+    testing.add_argument("--scripted", type=_path, metavar="FILE", help="answer from a script instead of the model")
     testing.add_argument(
         "--scripted-kv-bytes-per-token",
         dest="scripted_kv_bytes",
@@ -166,16 +220,21 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_args(argv: Sequence[str]) -> ServerConfig:
     """The configuration that a command line asks for.
 
-    Exits with status 2 and a message for an unknown flag, one that is not built yet, or a bad value; 0 for --help.
+    Exits with status 2 and a message for an unknown flag, one that is not built yet or that only `ds4` has, or a bad
+    value; 0 for --help and --version.
     """
     parser = build_parser()
     for argument in argv:
         flag = argument.split("=", 1)[0]
         if flag in NOT_BUILT:
             parser.error(f"{flag} is not built yet in this version")
+        if flag in OF_DS4:
+            parser.error(f"{flag} is a flag of ds4, not of the server")
     options = vars(parser.parse_args(argv))
     options.pop("cpu", None)
     backend = options.pop("backend", "cpu")
+    if backend not in ("cpu", "metal", "cuda", "rocm"):
+        parser.error(f"argument --backend: {backend!r} is not a backend; use cpu")
     if backend != "cpu":
         parser.error(f"--backend {backend} is not built yet in this version: use cpu")
     if "think_default" in options:

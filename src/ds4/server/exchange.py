@@ -18,28 +18,62 @@ _Message = MutableMapping[str, Any]
 MAX_DEPTH = 256
 """Deepest nesting of a request body."""
 
+UNREAD = 1024
+"""Replies, of one token each as a rule, that may wait for a client without anything happening."""
+
+MOST_UNREAD = 32 * UNREAD
+"""Replies that may wait at all."""
+
 
 class ClientGoneError(Exception):
     """The client closed the connection; its job is cancelled."""
 
 
 class Exchange:
-    """A submitted request. `close` must be called in the end; it cancels what still runs."""
+    """A submitted request. `close` must be called in the end; it cancels what still runs.
 
-    def __init__(self, request: Request, worker: Worker, chat: ChatRequest, prompt: Prompt) -> None:
+    A client that is connected but does not read holds up its handler, while the worker goes on writing. After
+    `stall_seconds` with more than UNREAD replies waiting, or at once with MOST_UNREAD, it counts as gone: the request
+    is cancelled, and what waited becomes one failure.
+    """
+
+    def __init__(
+        self, request: Request, worker: Worker, chat: ChatRequest, prompt: Prompt, stall_seconds: float = 60.0
+    ) -> None:
         """Submits the request. Raises as `Worker.submit`."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
         self._gone = asyncio.create_task(_disconnected(request.receive))
+        self._stall_seconds = stall_seconds
+        self._behind_since: float | None = None
+        self._stalled = False
 
         def deliver(reply: Reply) -> None:
-            loop.call_soon_threadsafe(self._replies.put_nowait, reply)
+            loop.call_soon_threadsafe(self._put, reply)
 
         try:
             self.job: Job = worker.submit(chat, prompt, deliver)
         except BaseException:
             self._gone.cancel()
             raise
+
+    def _put(self, reply: Reply) -> None:
+        if self._stalled:
+            return
+        self._replies.put_nowait(reply)
+        waiting = self._replies.qsize()
+        if waiting <= UNREAD:
+            self._behind_since = None
+            return
+        now = self._loop.time()
+        if self._behind_since is None:
+            self._behind_since = now
+        if waiting > MOST_UNREAD or now - self._behind_since > self._stall_seconds:
+            self._stalled = True
+            self.job.cancel()
+            while not self._replies.empty():
+                self._replies.get_nowait()
+            self._replies.put_nowait(Failed(500, "the client did not read the answer"))
 
     async def next(self, timeout: float | None = None) -> Reply | None:
         """The next reply, or None if there is none for `timeout` seconds. Raises ClientGoneError."""
@@ -172,8 +206,8 @@ class JsonResponse(Response):
         return to_json(content)
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises ApiError 400 or 413, ClientGoneError."""
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request. Raises ApiError 413, ClientGoneError."""
     too_large = ApiError(413, f"the request body is larger than {limit} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
@@ -186,8 +220,13 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
                 raise too_large
     except ClientDisconnect:
         raise ClientGoneError from None
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A body as a JSON object. Raises ApiError 400."""
     try:
-        value = json.loads(bytes(body), parse_constant=_refuse)
+        value = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"invalid JSON request: {error}") from None
     if not isinstance(value, dict):

@@ -10,13 +10,26 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ds4.chat import json_text
 from ds4.chat.message import Message, ToolCall
 
 _OVERHEAD = 200
-"""Bytes that one entry costs besides its id and block, roughly."""
+"""Bytes that one id costs besides its characters and its turn, roughly."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """The calls of one turn, their sampled block, and how many ids lead here."""
+
+    calls: tuple[ToolCall, ...]
+    block: str
+    ids: int = 0
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = _size(self.block) + sum(_size(call.name) + _size(call.arguments) for call in self.calls)
 
 
 class ReplayMemory:
@@ -25,61 +38,58 @@ class ReplayMemory:
     def __init__(self, max_ids: int = 100_000, max_bytes: int = 512 << 20) -> None:
         self.max_ids, self.max_bytes = max_ids, max_bytes
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[str, tuple[str, tuple[ToolCall, ...]]] = OrderedDict()
-        self._users: dict[str, int] = {}  # block -> ids that share it
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._turns)
 
     def new_id(self, prefix: str = "call_", taken: Collection[str] = ()) -> str:
         """An id that is not in use: `prefix` and 32 lower-case hex digits."""
         while True:
             new = prefix + secrets.token_hex(16)
-            if new not in taken and new not in self._blocks:
+            if new not in taken and new not in self._turns:
                 return new
 
     def put(self, calls: Sequence[ToolCall], block: str) -> None:
         """Remember the sampled block of a turn under the ids of all its calls."""
         with self._lock:
-            shared = tuple(calls)
+            turn = _Turn(tuple(calls), block)
             for call in calls:
                 self._forget(call.id)
-                self._blocks[call.id] = block, shared
-                self._users[block] = self._users.get(block, 0) + 1
-                self.nbytes += len(call.id) + _OVERHEAD + (_size(block) if self._users[block] == 1 else 0)
-            while self._blocks and (len(self._blocks) > self.max_ids or self.nbytes > self.max_bytes):
-                self._forget(next(iter(self._blocks)))
+                self._turns[call.id] = turn
+                turn.ids += 1
+                self.nbytes += len(call.id) + _OVERHEAD + (turn.nbytes if turn.ids == 1 else 0)
+            while self._turns and (len(self._turns) > self.max_ids or self.nbytes > self.max_bytes):
+                self._forget(next(iter(self._turns)))
 
     def attach(self, message: Message) -> Message:
         """The message with its sampled block, if all its calls are known and the client did not edit them."""
         if message.role != "assistant" or not message.tool_calls or message.raw_dsml:
             return message
         with self._lock:
-            found = [self._blocks.get(call.id) for call in message.tool_calls]
-            if found[0] is None or any(entry != found[0] for entry in found):
+            found = [self._turns.get(call.id) for call in message.tool_calls]
+            turn = found[0]
+            if turn is None or any(other is not turn for other in found):
                 return message
-            block, calls = found[0]
-            if not _same_calls(calls, message.tool_calls):
+            if not _same_calls(turn.calls, message.tool_calls):
                 return message
             for call in message.tool_calls:
-                self._blocks.move_to_end(call.id)
-        return replace(message, raw_dsml=block)
+                self._turns.move_to_end(call.id)
+        return replace(message, raw_dsml=turn.block)
 
     def _forget(self, call_id: str) -> None:
-        entry = self._blocks.pop(call_id, None)
-        if entry is None:
+        turn = self._turns.pop(call_id, None)
+        if turn is None:
             return
-        block = entry[0]
-        self._users[block] -= 1
+        turn.ids -= 1
         self.nbytes -= len(call_id) + _OVERHEAD
-        if not self._users[block]:
-            del self._users[block]
-            self.nbytes -= _size(block)
+        if not turn.ids:
+            self.nbytes -= turn.nbytes
 
 
-def _size(block: str) -> int:
-    return len(block.encode())
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
 
 
 def _same_calls(sampled: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:

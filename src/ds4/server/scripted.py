@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds4.engine import Engine, EngineConfig, Sampling, Session
+from ds4.engine import FREE_TRUNCATION, Engine, EngineConfig, Sampling, Session
 from ds4.engine.engine import Wanted
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
 from ds4.server.worker import Backend
 from ds4.tokenizer import Tokenizer
 
-_FREE_TRUNCATION = 16
+_REACH = FREE_TRUNCATION + 1
+"""Tokens a state reaches back: one more than may be cut off, so that the last one kept can be evaluated again."""
+
 _BASE64 = "base64:"
 
 
@@ -206,13 +208,13 @@ class ScriptedState:
 
     def can_truncate(self, length: int) -> bool:
         """See `ds4.engine.engine.State`."""
-        return self.floor <= length <= self.length and self.length - length <= _FREE_TRUNCATION
+        return self.floor <= length <= self.length and self.length - length <= _REACH
 
     def truncate(self, length: int) -> None:
         """See `ds4.engine.engine.State`."""
         if not self.can_truncate(length):
             raise ValueError(f"cannot cut {self.length} tokens to {length} without a checkpoint")
-        self.floor = max(self.floor, self.length - _FREE_TRUNCATION)
+        self.floor = max(self.floor, self.length - _REACH)
         self._cut(length)
 
     def fork(self) -> ScriptedState:
@@ -225,6 +227,8 @@ class ScriptedState:
     def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> ScriptedCheckpoint:
         """See `ds4.engine.engine.State`."""
         n = self.length if length is None else length
+        if not self.can_truncate(n):
+            raise ValueError(f"a state of {self.length} tokens has none of {n} tokens any more")
         return ScriptedCheckpoint(n, bytes(min(n, 128) * self.kv_bytes), logits)
 
     def restore(self, checkpoint: ScriptedCheckpoint) -> None:

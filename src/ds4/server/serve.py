@@ -20,8 +20,9 @@ from ds4.engine.loading import load
 from ds4.errors import Ds4Error
 from ds4.gguf.file import embedded_model_path, open_model
 from ds4.server.api.models import model_id
-from ds4.server.app import create_app
+from ds4.server.app import MAX_HEADER_BYTES, create_app
 from ds4.server.config import ServerConfig
+from ds4.server.logs import exit_at_interrupt
 from ds4.server.scripted import load_script, scripted_backend
 from ds4.server.trace import Trace
 from ds4.server.worker import Backend, Worker
@@ -29,13 +30,18 @@ from ds4.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4.server")
 
-_MAX_HEADER_BYTES = 64 << 10
+_MAX_UNREAD_HEAD = 4 * MAX_HEADER_BYTES
+"""Bytes of a request's head that the HTTP parser collects at most; larger ones get its own bare 400."""
+
+_SHUTDOWN_SECONDS = 3
+"""How long connections may take to end at a signal: clients that send half a request or read nothing do not end."""
 
 
 def run(config: ServerConfig, listener: socket.socket) -> int:
     """Load the model and serve on a listening socket until a signal; the exit status. Raises Ds4Error."""
     trace = open_trace(config.trace)
-    backend = load_backend(config)
+    with exit_at_interrupt():
+        backend = load_backend(config)
     worker = Worker(backend, config, trace)
     server = GracefulServer(create_app(worker, config), worker)
     host, port = listener.getsockname()[:2]
@@ -49,27 +55,33 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
     return 0
 
 
+def http_config(app: object) -> uvicorn.Config:
+    """How the application is served, whatever HTTP parsers are installed."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http="h11",
+        h11_max_incomplete_event_size=_MAX_UNREAD_HEAD,
+        timeout_keep_alive=65,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        log_config=None,  # its own handlers write to standard error, and wait if nobody reads it
+    )
+
+
 class GracefulServer(uvicorn.Server):
     """Ends running answers at the first signal, and the process at once at the second."""
 
     def __init__(self, app: object, worker: Worker) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=65,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            )
-        )
+        super().__init__(http_config(app))
         self._worker = worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called for SIGINT and SIGTERM."""
         if self.should_exit:
             os._exit(130)
-        log.warning("shutting down; a second signal exits at once")
         self.should_exit = True
+        log.warning("shutting down; a second signal exits at once")
         # Answers have to end before their connections can be closed, and a signal handler must not wait.
         threading.Thread(target=self._worker.stop, daemon=True).start()
 
@@ -102,7 +114,7 @@ def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -
 @contextlib.contextmanager
 def load_progress() -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar for bytes read, if someone looks at the terminal; else None."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console

@@ -71,8 +71,7 @@ class Slot:
     def reachable(self, length: int) -> int:
         """The longest state of at most `length` tokens that the session can have without evaluating anything."""
         session = self.session
-        end = len(session.tokens)
-        if length == end or (end - length <= 16 and session.state.can_truncate(length)):
+        if length == len(session.tokens) or session.state.can_truncate(length):
             return length
         checkpoint = session.checkpoints.best(length)
         return 0 if checkpoint is None else checkpoint.length

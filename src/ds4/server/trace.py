@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import logging
 import threading
 import time
 from pathlib import Path
 from typing import IO, Any
 
+log = logging.getLogger("ds4.server")
+
 
 class Trace:
     """Writes events to a file, one JSON object a line with `t`, `request`, `event` first. Thread-safe.
 
-    `path` None: nothing is written.
+    `path` None: nothing is written. A file that cannot be written any more (a full disk) ends the trace with one line
+    in the log, and nothing else: requests are worth more than their trace.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -33,16 +38,26 @@ class Trace:
             {"t": round(time.time(), 6), "request": request, "event": event, **values}, ensure_ascii=False
         )
         with self._lock:
-            if self._file is not None:
+            if self._file is None:
+                return
+            try:
                 self._file.write(line + "\n")
                 self._file.flush()
+            except (OSError, ValueError) as error:
+                log.error("the trace ends here, as its file cannot be written: %s", error)
+                self._close()
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing writes what is still buffered, which fails as the write before did.
+            with contextlib.suppress(OSError, ValueError):
+                file.close()
 
 
 def printable(data: bytes) -> str:

@@ -1,7 +1,8 @@
 """The worker: the one thread that owns the engine and every session.
 
 Its loop: admit, evaluate one chunk of a prompt, run one step of all answers, send what they wrote, look for clients
-that left. A prompt therefore never holds up the answers, nor a cancellation, longer than one chunk.
+that left. A prompt therefore never holds up the answers, nor a cancellation, longer than one chunk, and chunks are
+short while answers are running.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from ds4.server.trace import Trace
 log = logging.getLogger("ds4.server")
 
 SHUTTING_DOWN = "server shutting down"
+_DEFECT = "internal error; see the server's log"
+_SHARED_CHUNK = 128
+"""Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
+
 _TURN_BOUNDARIES = 7
 """Turns of a prompt, counted from its end, that get a way back."""
 
@@ -41,7 +46,7 @@ class QueueFullError(RequestError):
 
 
 class ShuttingDownError(RequestError):
-    """The server takes no requests any more."""
+    """The server takes no requests any more: it is shutting down, or its worker has ended."""
 
 
 @dataclass
@@ -97,6 +102,7 @@ class Worker:
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._stopping = False
+        self._ended = False
         self._idle = True
         self._count = 0
         self._thread = threading.Thread(target=self._run, name="ds4-worker", daemon=True)
@@ -116,6 +122,8 @@ class Worker:
         with self._changed:
             if self._stopping:
                 raise ShuttingDownError(SHUTTING_DOWN)
+            if not self.alive:
+                raise ShuttingDownError("the worker has ended; see the server's log, and start the server again")
             if self.config.max_queue and len(self._waiting) >= self.config.max_queue:
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._count += 1
@@ -124,6 +132,11 @@ class Worker:
             self._idle = False
             self._changed.notify_all()
         return job
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served, or will be once `start` is called."""
+        return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
     def status(self) -> dict[str, int]:
         """Numbers of waiting and running requests and of live sessions."""
@@ -159,22 +172,30 @@ class Worker:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            try:
-                self._admit()
-                self._prefill()
-                self._decode()
-            except Exception:
-                # A defect of the loop itself must not leave clients waiting for ever.
-                log.exception("the worker failed")
-                self._fail_all(500, "internal error; see the server's log")
-        self._fail_all(503, SHUTTING_DOWN)
-        for job in self._take_waiting():
-            self._deliver(job, Failed(503, SHUTTING_DOWN))
+        try:
+            while self._wait_for_work():
+                try:
+                    self._admit()
+                    self._prefill()
+                    self._decode()
+                except Exception:
+                    # A defect of the loop itself must not leave clients waiting for ever.
+                    log.exception("the worker failed")
+                    self._fail_all(500, _DEFECT)
+        finally:
+            # However the thread ends, nobody waits for it any more.
+            self._ended = True
+            message = SHUTTING_DOWN if self._stopping else _DEFECT
+            self._fail_all(503, message)
+            for job in self._take_waiting():
+                self._deliver(job, Failed(503, message))
 
     def _fail_all(self, status: int, message: str) -> None:
         for running in [*self._prefilling, *self._decoding]:
-            self._fail(running, status, message)
+            try:
+                self._fail(running, status, message)
+            except Exception:
+                log.exception("request %d could not be ended", running.job.number)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -248,6 +269,9 @@ class Worker:
             self._cancel(running, "prefill")
             return
         chunks = 0
+        chunk = self.engine.config.prefill_chunk
+        if self._decoding:
+            chunk = min(chunk, _SHARED_CHUNK)
 
         def one_chunk() -> bool:
             nonlocal chunks
@@ -255,7 +279,7 @@ class Worker:
             return chunks > 1
 
         try:
-            complete = session.sync(running.plan.ids, cancelled=one_chunk, boundaries=running.boundaries)
+            complete = session.sync(running.plan.ids, chunk=chunk, cancelled=one_chunk, boundaries=running.boundaries)
         except Exception as error:
             log.exception("request %d failed in its prompt", job.number)
             self._fail(running, 500, _text(error))
@@ -338,10 +362,11 @@ class Worker:
         )
         message = replace(ending.message, tool_calls=calls)
         if calls and message.raw_dsml and self.config.replay:
-            self.replay.put(calls, message.raw_dsml)
-        if ending.bindable:
-            slot.session.checkpoint()
-            bind_reply(slot, job.prompt, message, self.engine.tokenizer, self.prompts.encode, self.config.template)
+            # Before the client has the ids: it may send them back at once.
+            try:
+                self.replay.put(calls, message.raw_dsml)
+            except Exception:
+                log.exception("request %d: its calls cannot be repeated", job.number)
         usage = running.usage
         speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
         log.info(
@@ -350,10 +375,18 @@ class Worker:
         )  # fmt: skip
         self._trace_end(job.number, ending.reason, message, usage)
         whole = message
-        if not (message.complete or calls) and running.generation is not None:
+        if not (message.complete or calls or ending.stop_string) and running.generation is not None:
             whole = running.generation.whole_text()
-        self._release(running)
         self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole))
+        # The answer is out; what follows only makes the next one cheaper.
+        try:
+            if ending.bindable:
+                slot.session.checkpoint()
+                bind_reply(slot, job.prompt, message, self.engine.tokenizer, self.prompts.encode, self.config.template)
+        except Exception:
+            log.exception("request %d: its answer cannot be continued by its visible text", job.number)
+        finally:
+            self._release(running)
 
     def _trace_end(self, number: int, reason: str, message: Message, usage: Usage) -> None:
         if not self.trace.active:
@@ -378,9 +411,11 @@ class Worker:
         log.info("request %d finish=error %s", running.job.number, message)
         self.trace.write(running.job.number, "error", message=message)
         self._release(running)
-        # A step that broke off leaves a state nobody should continue.
-        self._slots.drop(running.slot)
-        self._deliver(running.job, Failed(status, message))
+        try:
+            # A step that broke off leaves a state nobody should continue.
+            self._slots.drop(running.slot)
+        finally:
+            self._deliver(running.job, Failed(status, message))
 
     def _release(self, running: _Running) -> None:
         if running in self._prefilling:
@@ -395,6 +430,9 @@ class Worker:
             job.deliver(reply)
         except RuntimeError:
             # The handler's event loop is gone, and with it the client.
+            job.cancel()
+        except Exception:
+            log.exception("request %d: a reply could not be delivered", job.number)
             job.cancel()
 
 

@@ -1,0 +1,156 @@
+"""Between the worker and a handler: what happens to replies that nobody takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from ds4.chat.events import TextDelta
+from ds4.chat.rendered import Rendered
+from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
+from ds4.server.request import ChatRequest, Done, Events, Failed, Job, Prompt, Reply
+from ds4.server.worker import Worker
+
+REPLY = Events((TextDelta("x"),), ())
+STALLED = Failed(500, "the client did not read the answer")
+
+
+class Source:
+    """A worker that writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None]) -> Job:
+        self.jobs.append(Job(1, request, prompt, deliver))
+        return self.jobs[-1]
+
+
+Write = Callable[[int], Awaitable[None]]
+
+
+def with_exchange(test: Callable[[Exchange, Write], Awaitable[None]], **options: Any) -> None:
+    """Run a test with an exchange whose client is connected and silent, and a function that makes replies arrive."""
+
+    async def main() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return {}
+
+        async def write(count: int) -> None:
+            for _ in range(count):
+                source.jobs[0].deliver(REPLY)
+            await asyncio.sleep(0)
+
+        source = Source()
+        request = Request({"type": "http"}, receive)
+        chat, prompt = ChatRequest("m", ()), Prompt(Rendered(""), [], b"")
+        exchange = Exchange(request, cast(Worker, source), chat, prompt, **options)
+        try:
+            await asyncio.wait_for(test(exchange, write), 30)
+        finally:
+            exchange.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_cancelled_and_what_waits_is_bounded() -> None:
+    async def test(exchange: Exchange, write: Write) -> None:
+        await write(MOST_UNREAD)
+        assert not exchange.job.cancelled
+        await write(1)
+        assert exchange.job.cancelled
+        await write(5)
+        assert exchange._replies.qsize() == 1
+        assert await exchange.next() == STALLED
+
+    with_exchange(test)
+
+
+def test_a_client_that_is_behind_for_too_long_is_cancelled() -> None:
+    async def test(exchange: Exchange, write: Write) -> None:
+        await write(UNREAD)
+        assert not exchange.job.cancelled
+        exchange._loop = clock = Clock()  # type: ignore[assignment]
+        await write(1)
+        clock.now += 60
+        await write(1)
+        assert not exchange.job.cancelled
+        clock.now += 0.5
+        await write(1)
+        assert exchange.job.cancelled
+        assert await exchange.end() == STALLED
+
+    with_exchange(test, stall_seconds=60)
+
+
+def test_a_client_that_catches_up_has_its_time_again() -> None:
+    async def test(exchange: Exchange, write: Write) -> None:
+        exchange._loop = clock = Clock()  # type: ignore[assignment]
+        for _ in range(3):
+            await write(UNREAD + 1)
+            clock.now += 59
+            for _ in range(UNREAD + 1):
+                assert await exchange.next() == REPLY
+        assert not exchange.job.cancelled
+
+    with_exchange(test, stall_seconds=60)
+
+
+class Clock:
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
+    class Frames:
+        keep_alive = b""
+
+        def open(self) -> bytes:
+            return b"open"
+
+        def events(self, reply: Events) -> bytes:
+            return b"event"
+
+        def done(self, reply: Done) -> bytes:
+            return b"done"
+
+        def failed(self, reply: Failed) -> bytes:
+            return reply.message.encode()
+
+    async def test(exchange: Exchange, write: Write) -> None:
+        reads = asyncio.Event()
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if message.get("body") == b"event":
+                await reads.wait()
+
+        stream = asyncio.create_task(EventStream(exchange, Frames(), None, 10.0)({}, None, send))
+        await write(1)
+        while b"event" not in sent:
+            await asyncio.sleep(0)
+        await write(MOST_UNREAD + 1)
+        assert exchange.job.cancelled
+        reads.set()
+        await stream
+        assert sent == [b"", b"open", b"event", STALLED.message.encode(), b""]
+
+    with_exchange(test)
+
+
+def test_the_end_is_found_behind_what_nobody_reads() -> None:
+    end = Failed(500, "x")
+
+    async def test(exchange: Exchange, write: Write) -> None:
+        await write(UNREAD - 1)
+        exchange.job.deliver(end)
+        assert await exchange.end() == end
+
+    with_exchange(test)
