@@ -26,7 +26,7 @@ TOOLS: list[Any] = [
 
 def get_weather(city: str) -> str:
     """What a real program would ask a weather service."""
-    return json.dumps({"city": city, "temperature": 21, "condition": "sunny"})
+    return json.dumps({"temperature": 21, "condition": "sunny" if city == "Paris" else "cloudy"})
 
 
 def main() -> None:
