@@ -322,6 +322,21 @@ def test_checkpoints_stay_within_their_budget() -> None:
     assert_fresh(small, session)
 
 
+def test_each_item_of_a_batch_says_which_logits_it_wants(engine: ds4.Engine) -> None:
+    ids = tokens(20)
+    sessions = [engine.session() for _ in range(3)]
+    none, last, every = engine.step([(s, ids) for s in sessions], logits=["none", "last", "all"])
+    assert none is None
+    assert last is not None
+    assert every is not None
+    assert (last.shape, every.shape) == ((SMALL.vocab,), (20, SMALL.vocab))
+    assert torch.equal(every[-1], last)
+    for session in sessions:
+        assert_fresh(engine, session)
+    with pytest.raises(ds4.Ds4Error, match="names 2 items, but the batch has 1"):
+        engine.step([(sessions[0], [1])], logits=["last", "all"])
+
+
 def test_what_is_pending_is_not_lost(engine: ds4.Engine) -> None:
     session = engine.session()
     session.sync(tokens(20))

@@ -213,7 +213,7 @@ class Engine:
     def step(
         self,
         batch: Sequence[tuple[Session, Sequence[int]]],
-        logits: Wanted = "last",
+        logits: Wanted | Sequence[Wanted] = "last",
         *,
         taps: Taps | None = None,
         edits: Edits | None = None,
@@ -222,7 +222,8 @@ class Engine:
 
         Args:
             batch: (session, ids) pairs, each session once.
-            logits: positions whose logits come back; the last one's also become `session.logits`.
+            logits: positions whose logits come back, for all items or one by one; the last one's also become
+                `session.logits`.
 
         Returns:
             per item float32 [vocab] ("last"), [tokens, vocab] ("all") or None ("none").
@@ -231,8 +232,12 @@ class Engine:
             Ds4Error: an id outside the vocabulary, no ids, a session twice, closed or of another engine, or more tokens
                 than the context.
         """
-        if logits not in ("last", "all", "none"):
-            raise Ds4Error(f"logits is {logits!r}; use last, all or none")
+        wanted = [logits] * len(batch) if isinstance(logits, str) else list(logits)
+        if len(wanted) != len(batch):
+            raise Ds4Error(f"logits names {len(wanted)} items, but the batch has {len(batch)}")
+        for want in wanted:
+            if want not in ("last", "all", "none"):
+                raise Ds4Error(f"logits is {want!r}; use last, all or none")
         if not batch:
             return []
         items = []
@@ -244,7 +249,7 @@ class Engine:
             raise Ds4Error("a session can stand in a batch only once")
         for session, _ in batch:
             session.repair()
-        results = self.runner.evaluate(items, [logits] * len(items), taps, edits)
+        results = self.runner.evaluate(items, wanted, taps, edits)
         for (session, _), (_, ids), result in zip(batch, items, results, strict=True):
             last = None if result is None else result if result.dim() == 1 else result[-1]
             # A copy: a view would hold the logits of the whole step, and change with what the caller does to them.
