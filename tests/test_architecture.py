@@ -14,7 +14,7 @@ TOP = "ds4"
 # Room (or single module) -> the other rooms that it may import. `ds4` is the package itself: version and public API.
 ALLOWED = {
     "errors": set(),
-    "openmp": set(),
+    "process": set(),
     "gguf": {"errors"},
     "tokenizer": {"errors"},
     "ops": {"errors"},
@@ -22,8 +22,8 @@ ALLOWED = {
     "model": {"errors", "gguf", "ops"},
     "engine": {"errors", "gguf", "ops", "model", "tokenizer"},
     "kvstore": {"errors", "gguf", "engine"},
-    "server": {TOP, "errors", "openmp", "gguf", "tokenizer", "chat", "engine", "kvstore"},
-    "cli": {TOP, "errors", "openmp", "gguf", "tokenizer", "chat", "engine", "kvstore"},
+    "server": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
+    "cli": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
     TOP: {"errors", "gguf", "tokenizer", "chat", "engine"},
 }
 
@@ -36,7 +36,7 @@ MAX_LINES = 600
 
 # File -> environment variables that it may read: a secret that need not stand in a command line, and where the system
 # keeps a user's files.
-ENVIRONMENT = {"openmp.py": {None}, "server/main.py": {"DS4_API_KEY"}, "cli/repl.py": {"XDG_STATE_HOME"}}
+ENVIRONMENT = {"process.py": {None}, "server/main.py": {"DS4_API_KEY"}, "cli/repl.py": {"XDG_STATE_HOME"}}
 
 
 def source_files() -> list[Path]:

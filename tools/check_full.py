@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with MemoryPeak() as memory:
         import ds4
-        from ds4.openmp import wait_passively
+        from ds4.process import wait_passively
 
         wait_passively()
 

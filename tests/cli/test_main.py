@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ds4.cli.main import answer_once, load_engine, main, prompt_ids, read_prompt
 from ds4.cli.options import Options
 from ds4.cli.prompt import Style
 from ds4.engine import Engine
+from ds4.process import exit_at_interrupt
 from tests.cli.conftest import Screen
 from tests.cli.scripted import scripted_engine
 
@@ -73,7 +75,43 @@ def test_a_prompt_answers_once(run: Run, engine: Engine) -> None:
     session = engine.session()
     session.sync(engine.tokenizer.encode_chat(ds4.chat.render([{"role": "user", "content": "Hello"}], thinking=False)))
     text = b"".join(session.generate(ds4.Sampling(temperature=0), 6)).decode("utf-8", "replace")
-    assert (status, out, err) == (0, text + "\n", "")
+    assert (status, out, err) == (0, text + "\n", "[cut off at 6 tokens; --tokens sets this limit]\n")
+
+
+def test_an_answer_that_is_cut_off_is_followed_by_a_note(engine: Engine, tokenizer: ds4.Tokenizer) -> None:
+    def err_of(max_tokens: int | None, context: int, reply: str = "word " * 50) -> str:
+        scripted = scripted_engine(engine.shape, tokenizer, reply, context=context)
+        talk = Conversation(scripted, Style(mode="none"), ds4.Sampling(temperature=0), max_tokens)
+        out, err = io.StringIO(), io.StringIO()
+        assert answer_once(talk, Options(max_tokens=max_tokens), "Hi", out, err) == 0
+        return err.getvalue()
+
+    assert err_of(3, 4096) == "[cut off at 3 tokens; --tokens sets this limit]\n"
+    assert err_of(None, 20) == err_of(100, 20) == "[cut off: the context of 20 tokens is full; --ctx sets its size]\n"
+    assert err_of(None, 4096) == err_of(3, 4096, "Ho") == ""
+
+
+def test_a_context_above_the_models_is_lowered_with_a_warning(run: Run) -> None:
+    flags = ("-p", "Hello", "-n", "0", "--nothink")
+    assert "the model allows a context of 4096 tokens, so --ctx 4097 is lowered" in run(*flags, "-c", "4097")[2]
+    assert "lowered" not in run(*flags, "-c", "4096")[2]
+
+
+def test_an_empty_prompt_is_a_message(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for argv, text in (([], ""), ([], "\n"), (["--prompt-file", "-"], ""), (["--dump-tokens"], "")):
+        status, out, err = run(*argv, stdin=io.StringIO(text))
+        assert (status, out) == (1, "")
+        assert "there is no prompt, standard input is empty" in err
+    assert f"{tmp_path / 'empty'} is empty" in run("--prompt-file", str(tmp_path / "empty"))[2]
+
+
+def test_standard_input_that_cannot_be_read_is_a_message(run: Run) -> None:
+    class Broken(io.StringIO):
+        def read(self, size: int | None = -1) -> str:
+            raise OSError(5, "Input/output error")
+
+    assert run(stdin=Broken())[::2] == (1, "ds4: standard input cannot be read: Input/output error\n")
 
 
 def test_prompts_come_from_files_and_pipes(tmp_path: Path) -> None:
@@ -156,6 +194,7 @@ def test_inspect(run: Run, model_file: Path) -> None:
         (["-p", "x", "-m", "/nowhere/x.gguf"], "/nowhere/x.gguf"),
         (["-p", "x", "-m", __file__], "test_main.py"),
         (["-p", "x", "-m", __file__, "--dump-tokens"], "test_main.py"),
+        (["--prompt-file", "~nosuchuser/x"], "~nosuchuser/x: cannot be read: there is no such user"),
         (["--prompt-file", "/nowhere/x"], "/nowhere/x: cannot be read: No such file or directory"),
         (["-p", "word " * 100, "-c", "16"], "but the configured context size is 16 tokens"),
         (["--bench"], "lower --ctx-max"),
@@ -200,3 +239,90 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(model_file: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200)
     os.close(write)
     assert done.stderr == ""
+
+
+def shell(redirections: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    """Run the command from a shell with these redirections."""
+    command = [sys.executable, "-m", "ds4.cli.main", *map(str, argv)]
+    script = f'exec "$@" {redirections}'
+    # Unbuffered output fails where it is written, buffered output when the process ends.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(["sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=200, env=env)
+
+
+@pytest.mark.parametrize(
+    "argv", [["-p", "Hi", "-n", "2", "--nothink"], ["-p", "Hi", "--dump-tokens"], ["--inspect"], ["--help"]]
+)
+def test_output_that_cannot_be_written_is_a_message(argv: list[str], model_file: Path) -> None:
+    done = shell("> /dev/full", "-m", model_file, *argv)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ds4: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_errors_that_cannot_be_written_keep_their_status(model_file: Path) -> None:
+    done = shell("2> /dev/full", "-m", "/nowhere", "-p", "Hi", "--dump-tokens")
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("argv", [["-p", "Hi", "-n", "2", "--nothink"], ["-p", "Hi", "--dump-tokens"], ["--help"]])
+def test_streams_may_be_closed(closed: str, argv: list[str], model_file: Path) -> None:
+    done = shell(closed, "-m", model_file, *argv)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
+    assert bool(done.stdout) == (" >&-" not in f" {closed}")
+
+
+def test_a_closed_standard_input_is_an_empty_one(model_file: Path) -> None:
+    done = shell("<&-", "-m", model_file)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "standard input is empty" in done.stderr
+    done = shell("2>&- <&-", "-m", model_file)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_input_that_is_no_utf8_is_read_all_the_same(model_file: Path) -> None:
+    command = [sys.executable, "-m", "ds4.cli.main", "-m", str(model_file), "--dump-tokens"]
+    env = {**os.environ, "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"a\xff", capture_output=True, env=env, timeout=200)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "\ufffd" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("step", "argv"),
+    [
+        *(("load", argv) for argv in (["-p", "Hi"], ["--bench"], ["-p", "Hi", "--dump-tokens"], ["--inspect"])),
+        *(("numpy", argv) for argv in (["-p", "Hi"], ["-p", "Hi", "--dump-logits", "x"], ["--inspect"])),
+        ("torch", ["-p", "Hi"]),
+    ],
+)
+def test_ctrl_c_while_the_model_loads_is_status_130_and_never_an_exception(
+    step: str, argv: list[str], tmp_path: Path
+) -> None:
+    program = """
+import signal, sys
+from ds4.cli import main
+def interrupted(*_):
+    try: signal.raise_signal(signal.SIGINT)
+    except BaseException: print("swallowed")
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]: interrupted()
+if sys.argv[1] == "load":
+    main.load_engine = main.model_path = interrupted
+sys.meta_path.insert(0, Finder())
+main.main(sys.argv[2:])
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", program, step, *argv], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_afterwards_ctrl_c_is_an_exception_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with exit_at_interrupt():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before

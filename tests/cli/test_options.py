@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4.cli.options import COMMANDS, NOT_BUILT, TOPICS, BenchOptions, Options, parse
+from ds4.cli.options import COMMANDS, NOT_BUILT, TOPICS, BenchOptions, Options, build_parser, parse
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -29,15 +29,39 @@ def test_without_flags_everything_is_the_default() -> None:
 def test_every_flag_arrives() -> None:
     argv = (
         "-m a.gguf -c 100 -n 5 -t 2 --prefill-chunk 64 --temp 0.5 --top-p 0.9 --min-p 0 --top-k 40 --seed 7 --nothink"
-        " -sys Hi -p Ask --template ds4 --hide-thinking --dump-logprobs out --logprobs-top-k 3 --ctx-start 8"
-        " --ctx-max 32 --step-mul 1 --step-incr 8 --gen-tokens 4 --repeats 2 --no-first-token --bench-json b.json"
+        " -sys Hi -p Ask --template ds4 --hide-thinking --dump-logprobs out --logprobs-top-k 3"
     )
     assert parse(argv.split()) == Options(
         model="a.gguf", context=100, max_tokens=5, threads=2, prefill_chunk=64, temperature=0.5, top_p=0.9, min_p=0.0,
         top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True,
         dump_logprobs="out", logprobs_top_k=3,
-        bench_options=BenchOptions(8, 32, 1, 8, 4, 2, False, "b.json"),
     )  # fmt: skip
+    bench = (
+        "--bench --ctx-start 8 --ctx-max 32 --step-mul 1 --step-incr 8 --gen-tokens 0 --repeats 2 --no-first-token"
+        " --bench-json b.json"
+    )
+    assert parse(bench.split()) == Options(bench=True, bench_options=BenchOptions(8, 32, 1, 8, 0, 2, False, "b.json"))
+
+
+def test_flags_that_need_another_one_are_refused_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--bench"]) == Options(bench=True)
+    group = next(g for g in build_parser()._action_groups if g.title == TOPICS["benchmark"])
+    flags = [(action.option_strings[-1], action.nargs) for action in group._group_actions]
+    assert len(flags) == 9
+    for flag, nargs in flags:
+        if flag != "--bench":
+            argv = [flag] if nargs == 0 else [flag, "1"]
+            assert f"{flag} belongs to --bench" in refusal(capsys, "-p", "Hi", *argv)
+    for flag in ("--gen-tokens", "--step-incr"):
+        assert f"{flag} belongs to --bench" in refusal(capsys, flag, "0")
+    assert "--logprobs-top-k belongs to --dump-logprobs" in refusal(capsys, "-p", "Hi", "--logprobs-top-k", "20")
+    assert parse(["--dump-logprobs", "x"]).logprobs_top_k == 20
+
+
+def test_the_number_of_threads_has_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["-t", "1024"]).threads == 1024
+    for number in ("0", "1025", "100000", "9" * 5000):
+        assert "is not a whole number from 1 to 1024" in refusal(capsys, "--threads", number)
 
 
 def test_long_names_mean_the_same() -> None:
@@ -93,7 +117,7 @@ def test_other_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) 
         ("-n -1", "'-1' is not a whole number from 0 on"),
         ("-n 1.5", "'1.5' is not a whole number"),
         ("-c 0", "from 1 on"),
-        ("-t 0", "from 1 on"),
+        ("-t 0", "from 1 to 1024"),
         ("--temp -1", "not a number from 0 on"),
         ("--temp nan", "not a number from 0 on"),
         ("--temp inf", "not a number from 0 on"),
@@ -107,8 +131,9 @@ def test_other_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) 
         ("--raw-prompt -sys a", "no place in a raw prompt"),
         ("--dump-tokens --dump-logits x", "--dump-tokens and --dump-logits cannot run together"),
         ("--bench --inspect", "--inspect and --bench cannot run together"),
-        ("--ctx-start 9 --ctx-max 8", "--ctx-start 9 is above --ctx-max 8"),
-        ("--step-mul 1", "never reaches"),
+        ("--bench --ctx-start 9 --ctx-max 8", "--ctx-start 9 is above --ctx-max 8"),
+        ("--bench --step-mul 1", "never reaches"),
+        ("-p a --dump-logits -", "writes binary numbers; give the name of a file"),
         ("--help nonsense", "no help topic 'nonsense'"),
     ],
 )
@@ -117,7 +142,11 @@ def test_what_cannot_be_used_is_refused(argv: str, part: str, capsys: pytest.Cap
 
 
 def test_an_empty_file_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "empty" in refusal(capsys, "-m", "")
+    flags = [action.option_strings[-1] for action in build_parser()._actions if action.metavar == "FILE"]
+    assert len(flags) == 6
+    for flag in ("-m", *flags):
+        assert f"{flag}: the name of the file is empty" in refusal(capsys, flag, "").replace("-m/--model", flag)
+    assert "'' is not a backend; use cpu" in refusal(capsys, "--backend", "")
 
 
 def _help(capsys: pytest.CaptureFixture[str], *topic: str) -> str:

@@ -94,6 +94,14 @@ def test_read_sends_a_file(play: Play, tmp_path: Path) -> None:
     assert f"[{tmp_path}: cannot be read: Is a directory]" in screen
 
 
+def test_a_file_of_nobody_is_a_message(play: Play) -> None:
+    screen, conversation = play(["/read ~nosuchuser/x", "/read a\0b", "/read " + "x" * 5000, "/nothink", "Hi"], "Ho")
+    assert "[~nosuchuser/x: cannot be read: there is no such user]" in screen
+    assert "cannot be read: this is not the name of a file]" in screen
+    assert "cannot be read: File name too long]" in screen
+    assert [m.text for m in conversation.messages] == ["Hi", "Ho"]
+
+
 def test_an_empty_file_is_not_sent(play: Play, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     screen, conversation = play([f"/read {tmp_path / 'empty'}"])
@@ -111,6 +119,13 @@ def test_ctx_shows_and_changes_the_context(play: Play) -> None:
     assert conversation.engine.context == 100
 
 
+def test_ctx_takes_numbers_of_any_length(play: Play) -> None:
+    screen, conversation = play(["/ctx " + "1" * 4400, "/ctx " + "0" * 4400, "/ctx " + "0" * 4400 + "200"])
+    assert screen.count("[/ctx takes a number from 1 to 4096, not '") == 2
+    assert "1" * 41 not in screen.replace("/ctx " + "1" * 4400, "")
+    assert conversation.engine.context == 200
+
+
 def test_a_full_context_is_explained_and_can_be_raised(play: Play) -> None:
     lines = ["/nothink", "Hi", "More", "/ctx 4096", "More"]
     screen, conversation = play(lines, "word " * 50, "Ok.", context=24)
@@ -123,6 +138,14 @@ def test_new_forgets(play: Play) -> None:
     screen, conversation = play(["/nothink", "Hi", "/new"], "Ho")
     assert "[forgotten" in screen
     assert conversation.messages == []
+
+
+def test_a_forgotten_conversation_takes_no_context(play: Play) -> None:
+    screen, conversation = play(["/nothink", "Hi", "/ctx", "/new", "/ctx", "/ctx 8", "/ctx 4096", "Hi"], "word " * 50)
+    assert "[context 4096 tokens, 0 in use]" not in screen.split("/new")[0]
+    assert "[context 4096 tokens, 0 in use]" in screen.split("/new")[1]
+    assert "[context 8 tokens, 0 in use]" in screen
+    assert conversation.messages[-1].text.startswith("word word")
 
 
 def test_unknown_commands_are_named_and_a_space_makes_a_question(play: Play) -> None:

@@ -1,3 +1,5 @@
+import os
+import socket
 from dataclasses import replace
 
 import numpy as np
@@ -251,6 +253,46 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path):
         save(path, SMALL, Counting(tensors))
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "loop"])
+def test_what_is_not_a_file_is_never_replaced(tmp_path, monkeypatch, kind, linked):
+    path = tmp_path / "target"
+    with socket.socket(socket.AF_UNIX) as unix:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "socket":
+            monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+            unix.bind("target")
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to(path)
+        before = path.lstat()
+        given = path
+        if linked:
+            given = tmp_path / "link"
+            given.symlink_to(path)
+        names = sorted(tmp_path.iterdir())
+        with pytest.raises(Ds4Error, match=r"cannot be written: .*(not a file|a directory|a link to itself)"):
+            save(given, SMALL, random_tensors(SMALL))
+        after = path.lstat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+    assert sorted(tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_its_file_is_replaced(tmp_path, there):
+    (tmp_path / "folder").mkdir()
+    path, link = tmp_path / "folder" / "a.gguf", tmp_path / "link.gguf"
+    if there:
+        path.write_bytes(b"old")
+    link.symlink_to("folder/a.gguf")
+    save(link, SMALL, random_tensors(SMALL))
+    assert link.is_symlink()
+    assert open_model(path).shape == SMALL
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.gguf", "folder", "link.gguf"]
 
 
 def test_a_folder_that_is_not_there(tmp_path):

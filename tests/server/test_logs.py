@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds4.server.logs import DroppingHandler, end_log, exit_at_interrupt, start_log
+from ds4.process import exit_at_interrupt
+from ds4.server.logs import DroppingHandler, end_log, start_log
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_callers_logging_is_left_alone() -> None:
 def test_ctrl_c_while_libraries_load_is_status_130_and_never_an_exception() -> None:
     program = (
         "import signal\n"
-        "from ds4.server.logs import exit_at_interrupt\n"
+        "from ds4.process import exit_at_interrupt\n"
         "with exit_at_interrupt():\n"
         "    try: signal.raise_signal(signal.SIGINT)\n"
         "    except BaseException: print('swallowed')\n"

@@ -213,6 +213,8 @@ def test_closed_standard_streams_do_not_matter(model: Path, tmp_path: Path) -> N
         with httpx.Client(transport=transport, timeout=60) as client:
             answer = client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json={"messages": HELLO}).json()
         assert answer["choices"][0]["message"]["content"] == "scripted"
+        for descriptor in range(3):  # no socket took the number
+            assert os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == os.devnull
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
@@ -239,7 +241,7 @@ else:
 main.main(["--port", "0"])
 print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", program, step], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program, step], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

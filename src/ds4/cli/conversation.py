@@ -120,6 +120,11 @@ class Conversation:
         """True if the answer is the last message of the conversation."""
         return bool(self.messages) and self.messages[-1] is answer.message
 
+    @property
+    def used(self) -> int:
+        """Tokens of the context that the conversation takes; a forgotten one takes none."""
+        return len(live_tokens(self.session)) if self.messages else 0
+
     def forget(self) -> None:
         """Begin anew; the session stays, so that the system text is not evaluated again."""
         self.messages.clear()

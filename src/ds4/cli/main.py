@@ -6,14 +6,15 @@ every mistake in the flags answer at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ds4.cli.options import Options, parse
 from ds4.errors import Ds4Error
-from ds4.openmp import wait_passively
+from ds4.process import exit_at_interrupt, wait_passively
 
 if TYPE_CHECKING:
     from ds4.cli.conversation import Conversation
@@ -30,47 +31,68 @@ LOGPROB_STEPS = 32
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 for an error, 2 for wrong flags, 130 after Ctrl+C."""
     wait_passively()
+    fill_standard_streams()
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        for stream in (sys.stdout, sys.stderr):
+        status = _guarded(sys.argv[1:] if argv is None else argv)
+        # What cannot be written has to be told here; at its own end the interpreter only shows a traceback.
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader has gone.
+        discard(sys.stdout)
+    except OSError as error:
+        discard(sys.stdout)
+        place = f"{error.filename}: " if error.filename else "the output cannot be written: "
+        complain(f"{place}{error.strerror or error}")
+    return FAILED
+
+
+def _guarded(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
-        return _run(options)
+
+        with exit_at_interrupt():
+            job = _prepare(options)
+        return job()
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else FAILED
+        return end.code if isinstance(end.code, int) else FAILED if end.code else OK
     except Ds4Error as error:
-        print(f"ds4: {error}", file=sys.stderr)
+        complain(str(error))
         return FAILED
     except KeyboardInterrupt:
-        print("ds4: interrupted", file=sys.stderr)
+        complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone; without this the interpreter would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
 
 
-def _run(options: Options) -> int:
+def _prepare(options: Options) -> Callable[[], int]:
+    """Load what the flags ask for; what is returned does it."""
     if options.inspect is not None:
         from ds4.cli.inspect import inspect
 
-        return inspect(options.inspect or model_path(options))
+        path = options.inspect or model_path(options)
+        return lambda: inspect(path)
     if options.bench:
         from ds4.cli.bench import run_bench
 
-        return run_bench(load_engine(options), options, sys.stdout)
+        engine = load_engine(options)
+        return lambda: run_bench(engine, options, sys.stdout)
     prompt = read_prompt(options, sys.stdin)
     looks = options.dump_logits or options.dump_logprobs or options.decode_consistency
     if options.dump_tokens or looks:
         if prompt is None:
-            print("ds4: this needs a prompt; give --prompt or --prompt-file", file=sys.stderr)
-            return WRONG_FLAGS
+            complain("this needs a prompt; give --prompt or --prompt-file")
+            return lambda: WRONG_FLAGS
         return _dump_tokens(options, prompt) if options.dump_tokens else _diagnose(options, prompt)
     if prompt is None:
         from ds4.cli.repl import run_repl
 
-        return run_repl(conversation(load_engine(options), options), options)
-    return answer_once(conversation(load_engine(options), options), options, prompt, sys.stdout, sys.stderr)
+        talk = conversation(load_engine(options), options)
+        return lambda: run_repl(talk, options)
+    text, talk = prompt, conversation(load_engine(options), options)
+    return lambda: answer_once(talk, options, text, sys.stdout, sys.stderr)
 
 
 def answer_once(talk: Conversation, options: Options, prompt: str, out: TextIO, err: TextIO) -> int:
@@ -88,12 +110,16 @@ def answer_once(talk: Conversation, options: Options, prompt: str, out: TextIO, 
             answer = ask(prompt, printer, stopped=stopped, progress=bar)
     finally:
         printer.end()
+    if answer.end == "length":
+        err.write(f"[cut off at {options.max_tokens} tokens; --tokens sets this limit]\n")
+    elif answer.end == "context":
+        err.write(f"[cut off: the context of {talk.engine.context} tokens is full; --ctx sets its size]\n")
     if err.isatty():
         err.write(f"[{answer.speed()}]\n")
     return INTERRUPTED if answer.end == "interrupted" else OK
 
 
-def _dump_tokens(options: Options, prompt: str) -> int:
+def _dump_tokens(options: Options, prompt: str) -> Callable[[], int]:
     from ds4.cli.diagnostics import write_tokens
     from ds4.gguf.file import open_model
     from ds4.tokenizer import Tokenizer
@@ -101,33 +127,45 @@ def _dump_tokens(options: Options, prompt: str) -> int:
     file = open_model(model_path(options))
     tokenizer = Tokenizer.from_metadata(file.metadata)
     context = min(options.context or file.shape.context, file.shape.context)
-    write_tokens(tokenizer, prompt_ids(tokenizer, prompt, options, context), sys.stdout)
-    return OK
+    ids = prompt_ids(tokenizer, prompt, options, context)
+
+    def job() -> int:
+        write_tokens(tokenizer, ids, sys.stdout)
+        return OK
+
+    return job
 
 
-def _diagnose(options: Options, prompt: str) -> int:
+def _diagnose(options: Options, prompt: str) -> Callable[[], int]:
     from ds4.cli import diagnostics
     from ds4.cli.terminal import Bar
 
     engine = load_engine(options)
     ids = prompt_ids(engine.tokenizer, prompt, options, engine.context)
-    with Bar("reading the prompt", sys.stderr) as bar:
-        if options.dump_logits:
-            diagnostics.write_logits(engine, ids, options.dump_logits, bar)
-        elif options.dump_logprobs:
-            steps = LOGPROB_STEPS if options.max_tokens is None else options.max_tokens
-            diagnostics.write_logprobs(engine, ids, options.dump_logprobs, steps, options.logprobs_top_k, bar)
-        elif options.decode_consistency:
-            positions, worst = diagnostics.decode_consistency(engine, ids, options.decode_consistency, bar)
-            print(f"{positions} positions, largest difference between decode and prefill: {worst:g}")
-            return OK if worst == 0 else FAILED
-    return OK
+
+    def job() -> int:
+        with Bar("reading the prompt", sys.stderr) as bar:
+            if options.dump_logits:
+                diagnostics.write_logits(engine, ids, options.dump_logits, bar)
+            elif options.dump_logprobs:
+                steps = LOGPROB_STEPS if options.max_tokens is None else options.max_tokens
+                diagnostics.write_logprobs(engine, ids, options.dump_logprobs, steps, options.logprobs_top_k, bar)
+            elif options.decode_consistency:
+                positions, worst = diagnostics.decode_consistency(engine, ids, options.decode_consistency, bar)
+                print(f"{positions} positions, largest difference between decode and prefill: {worst:g}")
+                return OK if worst == 0 else FAILED
+        return OK
+
+    return job
 
 
 def read_prompt(options: Options, stdin: TextIO) -> str | None:
     """The prompt of the flags, or of a standard input that is no terminal; None to ask for it.
 
     One line break at the end of a file or of standard input does not belong to the prompt, unless it is raw.
+
+    Raises:
+        Ds4Error: the text cannot be read, or there is none.
     """
     if options.prompt is not None:
         return options.prompt
@@ -136,10 +174,17 @@ def read_prompt(options: Options, stdin: TextIO) -> str | None:
 
         text = read_text(options.prompt_file)
     elif options.prompt_file == "-" or not stdin.isatty():
-        text = stdin.read()
+        try:
+            text = stdin.read()
+        except OSError as error:
+            raise Ds4Error(f"standard input cannot be read: {error.strerror or error}") from error
     else:
         return None
-    return text if options.raw_prompt else text.removesuffix("\n")
+    text = text if options.raw_prompt else text.removesuffix("\n")
+    if not text:
+        source = "standard input" if options.prompt_file in (None, "-") else options.prompt_file
+        raise Ds4Error(f"there is no prompt, {source} is empty; give --prompt TEXT, or run ds4 on a terminal")
+    return text
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Options, context: int) -> list[int]:
@@ -186,7 +231,36 @@ def load_engine(options: Options) -> Engine:
     chunk = options.prefill_chunk or EngineConfig().prefill_chunk
     config = EngineConfig(context=options.context, prefill_chunk=chunk, threads=options.threads)
     with Bar("loading the model", sys.stderr, transfer=True) as bar:
-        return load(options.model, config=config, progress=bar)
+        engine = load(options.model, config=config, progress=bar)
+    if options.context is not None and engine.context < options.context:
+        complain(
+            f"the model allows a context of {engine.context} tokens, so --ctx {options.context} is lowered to that"
+        )
+    return engine
+
+
+def complain(text: str) -> None:
+    """A message on standard error, if that can be written."""
+    try:
+        print(f"ds4: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Let what a stream holds and gets go nowhere; it could not be written even when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def fill_standard_streams() -> None:
+    """Give streams that were closed before we began a file that is empty and takes everything."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # This takes the lowest free number, so no file that is opened later gets that of a standard stream.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ NOT_BUILT = {
 """Flags of the C engine that this version refuses by name."""
 
 
+MAX_THREADS = 1024
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """What `--bench` measures: frontiers in tokens of context, tokens decoded at each, runs of each."""
@@ -101,14 +104,11 @@ def parse(argv: Sequence[str]) -> Options:
     if len(jobs) > 1:
         names = " and ".join("--" + name.replace("_", "-") for name in jobs[:2])
         parser.error(f"{names} cannot run together; give one")
-    bench = BenchOptions(
-        start=args.ctx_start, end=args.ctx_max, multiply=args.step_mul, increment=args.step_incr,
-        decode=args.gen_tokens, repeats=args.repeats, first_token=not args.no_first_token, json=args.bench_json,
-    )  # fmt: skip
-    if bench.start > bench.end:
-        parser.error(f"--ctx-start {bench.start} is above --ctx-max {bench.end}")
-    if bench.multiply == 1 and not bench.increment and bench.start < bench.end:
-        parser.error("--step-mul 1 never reaches --ctx-max; give --step-incr too")
+    if args.logprobs_top_k is not None and args.dump_logprobs is None:
+        parser.error("--logprobs-top-k belongs to --dump-logprobs; give that too")
+    if args.dump_logits == "-":
+        parser.error("--dump-logits writes binary numbers; give the name of a file")
+    bench = _bench_options(parser, args)
     return Options(
         model=args.model,
         context=args.ctx,
@@ -127,15 +127,41 @@ def parse(argv: Sequence[str]) -> Options:
         raw_prompt=args.raw_prompt,
         template=args.template,
         hide_thinking=args.hide_thinking,
-        inspect=args.inspect,
+        inspect="" if args.inspect is True else args.inspect,
         dump_tokens=args.dump_tokens,
         dump_logits=args.dump_logits,
         dump_logprobs=args.dump_logprobs,
-        logprobs_top_k=args.logprobs_top_k,
+        logprobs_top_k=args.logprobs_top_k or Options.logprobs_top_k,
         decode_consistency=args.decode_consistency,
         bench=args.bench,
         bench_options=bench,
     )
+
+
+def _bench_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> BenchOptions:
+    given = {
+        name: value
+        for flag, name in _BENCH_FLAGS.items()
+        if (value := getattr(args, flag)) is not None and value is not False
+    }
+    if given and not args.bench:
+        flag = next(flag for flag, name in _BENCH_FLAGS.items() if name in given)
+        parser.error(f"--{flag.replace('_', '-')} belongs to --bench; give that too")
+    if "first_token" in given:
+        given["first_token"] = False
+    bench = BenchOptions(**given)
+    if bench.start > bench.end:
+        parser.error(f"--ctx-start {bench.start} is above --ctx-max {bench.end}")
+    if bench.multiply == 1 and not bench.increment and bench.start < bench.end:
+        parser.error("--step-mul 1 never reaches --ctx-max; give --step-incr too")
+    return bench
+
+
+_BENCH_FLAGS = {
+    "ctx_start": "start", "ctx_max": "end", "step_mul": "multiply", "step_incr": "increment", "gen_tokens": "decode",
+    "repeats": "repeats", "no_first_token": "first_token", "bench_json": "json",
+}  # fmt: skip
+"""Flags that only --bench reads, and what they set."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -239,10 +265,10 @@ def _flag(
 
 
 def _runtime_flags(group: argparse._ArgumentGroup) -> None:
-    _flag(group, "-m --model FILE", "model file (GGUF); default: the small model that comes with ds4", _model)
+    _flag(group, "-m --model FILE", "model file (GGUF); default: the small model that comes with ds4", _file)
     _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", _whole(1))
     _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", _whole(0))
-    _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", _whole(1))
+    _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", _whole(1, MAX_THREADS))
     _flag(group, "--prefill-chunk N", "prompt tokens evaluated in one step (512)", _whole(1))
     _flag(group, "--backend NAME", "cpu or auto", _backend, "cpu")
     _flag(group, "--cpu", "the same as --backend cpu")
@@ -261,7 +287,7 @@ def _sampling_flags(group: argparse._ArgumentGroup) -> None:
 
 def _prompt_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "-p --prompt TEXT", "answer this and end")
-    _flag(group, "--prompt-file FILE", "take the prompt from a file; -: from standard input")
+    _flag(group, "--prompt-file FILE", "take the prompt from a file; -: from standard input", _file)
     _flag(group, "--raw-prompt", "the prompt is the model's whole input: no template, special tokens as their text")
     _flag(group, "-sys --system TEXT", "system text", default="")
     modes = (
@@ -277,13 +303,14 @@ def _prompt_flags(group: argparse._ArgumentGroup) -> None:
 
 def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
     inspect = "print what a model file holds and what would be refused (default: that of --model)"
-    group.add_argument("--inspect", metavar="FILE", nargs="?", const="", help=inspect)
+    group.add_argument("--inspect", metavar="FILE", nargs="?", const=True, type=_file, help=inspect)
     _flag(group, "--dump-tokens", "print the tokens of the prompt")
     _flag(
-        group, "--dump-logits FILE", "write the logits after the prompt: .npz (tokens, logits), .npy, else raw float32"
-    )
-    _flag(group, "--dump-logprobs FILE", "write a greedy answer's most probable tokens as JSON; -: to stdout")
-    _flag(group, "--logprobs-top-k N", "how many of them at each step (20)", _whole(1), 20)
+        group, "--dump-logits FILE", "write the logits after the prompt: .npz (tokens, logits), .npy, else raw float32",
+        _file,
+    )  # fmt: skip
+    _flag(group, "--dump-logprobs FILE", "write a greedy answer's most probable tokens as JSON; -: to stdout", _file)
+    _flag(group, "--logprobs-top-k N", "how many of them at each step (20)", _whole(1))
     _flag(
         group, "--decode-consistency N", "compare the logits of N decode steps with those of a fresh prefill", _whole(1)
     )
@@ -292,26 +319,25 @@ def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
 def _bench_flags(group: argparse._ArgumentGroup) -> None:
     b = BenchOptions()
     _flag(group, "--bench", "measure prefill, decode and time to first token")
-    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", _whole(1), b.start)
-    _flag(group, "--ctx-max N", f"last frontier ({b.end})", _whole(1), b.end)
-    _flag(
-        group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", _whole(1), b.multiply
-    )
-    _flag(group, "--step-incr N", "or this many tokens more, if given", _whole(0), b.increment)
-    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", _whole(0), b.decode)
-    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", _whole(1), b.repeats)
+    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", _whole(1))
+    _flag(group, "--ctx-max N", f"last frontier ({b.end})", _whole(1))
+    _flag(group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", _whole(1))
+    _flag(group, "--step-incr N", "or this many tokens more, if given", _whole(0))
+    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", _whole(0))
+    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", _whole(1))
     _flag(group, "--no-first-token", "do not start new processes to measure the time to the first token")
-    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout")
+    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout", _file)
 
 
-def _whole(low: int) -> Callable[[str], int]:
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
     def whole(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        if value < low or (high is not None and value > high):
+            limits = f"from {low} on" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
         return value
 
     return whole
@@ -341,7 +367,7 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def _model(text: str) -> str:
+def _file(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the name of the file is empty")
     return text

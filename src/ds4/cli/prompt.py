@@ -42,3 +42,7 @@ def read_text(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise Ds4Error(f"{path}: cannot be read: {error.strerror}") from error
+    except RuntimeError as error:
+        raise Ds4Error(f"{path}: cannot be read: there is no such user") from error
+    except ValueError as error:
+        raise Ds4Error(f"{path!r}: cannot be read: this is not the name of a file") from error

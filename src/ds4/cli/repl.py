@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 PROMPT = "ds4> "
 
+_MAX_SHOWN = 40
+"""Characters of a mistyped argument that a message repeats."""
+
 Read = Callable[[str], str]
 """Asks for a line; raises EOFError at Ctrl+D and KeyboardInterrupt at Ctrl+C."""
 
@@ -137,16 +140,21 @@ class Repl:
         self._ask(text)
 
     def _context(self, argument: str) -> None:
-        engine, used = self.conversation.engine, len(self.conversation.session.tokens)
+        engine, used = self.conversation.engine, self.conversation.used
         if argument:
             limit = engine.shape.context
-            if not argument.isascii() or not argument.isdigit() or not 0 < int(argument) <= limit:
-                self._say(f"/ctx takes a number from 1 to {limit}, not {argument!r}")
+            digits = argument.lstrip("0")
+            # Python refuses to read numbers of thousands of digits.
+            readable = argument.isascii() and argument.isdigit() and len(digits) <= len(str(limit))
+            wanted = int(digits or "0") if readable else 0
+            if not 0 < wanted <= limit:
+                shown = argument if len(argument) <= _MAX_SHOWN else f"{argument[:_MAX_SHOWN]}..."
+                self._say(f"/ctx takes a number from 1 to {limit}, not {shown!r}")
                 return
-            if int(argument) < used:
-                self._say(f"the conversation has {used} tokens already, more than {int(argument)}; /new forgets it")
+            if wanted < used:
+                self._say(f"the conversation has {used} tokens already, more than {wanted}; /new forgets it")
                 return
-            engine.context = int(argument)
+            engine.context = wanted
         self._say(f"context {engine.context} tokens, {used} in use")
 
     def _new(self, argument: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,8 +63,10 @@ def save(
         qat_sim: recorded in the file: whether the model wants the quantisation round trips of training.
 
     Raises:
-        Ds4Error: a tensor is missing, unknown, or of the wrong size or type, or a value cannot be stored.
+        Ds4Error: a tensor is missing, unknown, or of the wrong size or type, a value cannot be stored, or the path
+            cannot be written or is something else than a file. A link stays, and what it points to is replaced.
     """
+    target = _destination(path)
     custom = _is_custom(shape)
     plan = _plan(shape, tensors, types or {})
     values = metadata_of(shape, custom=custom)
@@ -72,7 +75,6 @@ def save(
         for key, value in extra.items():
             if not key.startswith(_RESERVED) and key not in values:
                 values[key] = _value(key, value)
-    target = Path(path)
     with _temporary(target) as temporary:
         _write(temporary, values, plan, tensors)
         problems = collect_problems(temporary)
@@ -190,6 +192,21 @@ def _widest(kinds: set[GGUFValueType]) -> GGUFValueType:
 
 # --------------------------------------------------------------------------------------------------------------------
 # The file
+
+
+def _destination(path: str | os.PathLike[str]) -> Path:
+    """The path behind all links; a rename onto it would replace whatever is there, a device as well."""
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise Ds4Error(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a link to itself" if stat.S_ISLNK(mode) else "not a file"
+        raise Ds4Error(f"{path}: cannot be written: it is {kind}; give the name of a file")
+    return target
 
 
 @contextlib.contextmanager

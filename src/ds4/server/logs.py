@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
 
 MAX_WAITING = 10_000
 """Lines that may wait for the reader of standard error; further ones are dropped and counted."""
@@ -90,27 +86,3 @@ def end_log(handler: logging.Handler | None) -> None:
     if handler is not None:
         logging.getLogger().removeHandler(handler)
         handler.close()
-
-
-@contextlib.contextmanager
-def exit_at_interrupt() -> Iterator[None]:
-    """Within the block Ctrl+C ends the process with status 130 at once.
-
-    An exception would not do: raised while libraries load, it comes out as an ImportError or is swallowed.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):
-        if os.isatty(2):
-            # A progress bar may have hidden the cursor.
-            os.write(2, b"\x1b[?25h\n")
-    os._exit(130)

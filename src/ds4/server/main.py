@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from ds4.errors import Ds4Error
-from ds4.openmp import wait_passively
+from ds4.process import exit_at_interrupt, wait_passively
 from ds4.server.config import ServerConfig, parse_args
-from ds4.server.logs import end_log, exit_at_interrupt, start_log
+from ds4.server.logs import end_log, start_log
 
 log = logging.getLogger("ds4.server")
 

@@ -19,10 +19,10 @@ from ds4.engine import EngineConfig
 from ds4.engine.loading import load
 from ds4.errors import Ds4Error
 from ds4.gguf.file import embedded_model_path, open_model
+from ds4.process import exit_at_interrupt
 from ds4.server.api.models import model_id
 from ds4.server.app import MAX_HEADER_BYTES, create_app
 from ds4.server.config import ServerConfig
-from ds4.server.logs import exit_at_interrupt
 from ds4.server.scripted import load_script, scripted_backend
 from ds4.server.trace import Trace
 from ds4.server.worker import Backend, Worker

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ds4.cli.main import main
-from ds4.openmp import wait_passively
+from ds4.process import wait_passively
 
 
 def test_the_policy_is_set_and_a_users_own_kept(monkeypatch: pytest.MonkeyPatch) -> None:
