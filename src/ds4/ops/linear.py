@@ -7,7 +7,7 @@ from torch import Tensor
 
 ROW_BLOCK = 16
 """Rows that one matrix product takes. A BLAS picks its kernel by the size of the problem, and with it the order of the
-sum; products of one fixed size give every row the same bits in any company. 16 rows cost little more than one."""
+sum; products of one fixed size give every row the same bits in any company. The price: one row costs as much as 16."""
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_BLOCK) -> Tensor:
