@@ -376,6 +376,8 @@ def test_an_answer_is_out_before_anything_that_only_helps_the_next_one(
     assert order == ["Done", "bind"]
     assert "a defect" in caplog.text
     assert run(worker, [request("x", "fine", "y")], start=False)[0].message.text == "fine"
+    # The answer is out before its slot is free again.
+    assert worker.wait_idle(30)
     assert worker.status()["running"] == 0
     assert worker.stop(10)
 
