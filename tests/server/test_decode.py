@@ -12,10 +12,13 @@ from server_harness import WEATHER, call_pieces, line, scripted, tokenizer
 
 from ds4.chat.tools import tool_schemas
 from ds4.engine import Sampling
+from ds4.server.api.base import ApiContext
+from ds4.server.api.chat import parse
 from ds4.server.config import ServerConfig
 from ds4.server.decode import MAX_EOS_MASKED, Generation, SamplingChooser
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace
+from ds4.server.turns import TurnMemory
 
 HELLO = [{"role": "user", "content": "Hello"}]
 EOS = "<｜end▁of▁sentence｜>"
@@ -243,9 +246,7 @@ def test_the_default_of_thinking_can_be_changed() -> None:
         ({"model": "deepseek-reasoner"}, True, True),
         ({"model": "deepseek-chat", "think": True}, True, True),
     ]
-    from ds4.server.api.chat import parse
-
     for extra, on, off in cases:
         for default, expected in ((None, on), (True, on), (False, off)):
-            request, _ = parse({"messages": HELLO, **extra}, ServerConfig(think_default=default), "ds4-tiny")
-            assert request.thinking is expected, (extra, default)
+            context = ApiContext(ServerConfig(think_default=default), "ds4-tiny", TurnMemory())
+            assert parse({"messages": HELLO, **extra}, context).request.thinking is expected, (extra, default)

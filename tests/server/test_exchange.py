@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
-from ds4.server.request import ChatRequest, Done, Events, Failed, Job, Prompt, Reply
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply, Usage
 from ds4.server.worker import Worker
 
 REPLY = Events((TextDelta("x"),), ())
@@ -111,8 +111,11 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
     class Frames:
         keep_alive = b""
 
-        def open(self) -> bytes:
+        def opened(self) -> bytes:
             return b"open"
+
+        def admitted(self, reply: Admitted) -> bytes:
+            return b"admitted"
 
         def events(self, reply: Events) -> bytes:
             return b"event"
@@ -123,6 +126,9 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
         def failed(self, reply: Failed) -> bytes:
             return reply.message.encode()
 
+        def whole(self, reply: Done) -> dict[str, Any]:
+            return {}
+
     async def test(exchange: Exchange, write: Write) -> None:
         reads = asyncio.Event()
         sent: list[bytes] = []
@@ -132,7 +138,7 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
             if message.get("body") == b"event":
                 await reads.wait()
 
-        stream = asyncio.create_task(EventStream(exchange, Frames(), None, 10.0)({}, None, send))
+        stream = asyncio.create_task(EventStream(exchange, Frames(), [Admitted(Usage())], 10.0)({}, None, send))
         await write(1)
         while b"event" not in sent:
             await asyncio.sleep(0)
@@ -140,7 +146,7 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
         assert exchange.job.cancelled
         reads.set()
         await stream
-        assert sent == [b"", b"open", b"event", STALLED.message.encode(), b""]
+        assert sent == [b"", b"open", b"admitted", b"event", STALLED.message.encode(), b""]
 
     with_exchange(test)
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ds4 import __version__
 from ds4.errors import RequestError
-from ds4.server.api import chat
-from ds4.server.api.chat_types import ChatCompletionRequest
+from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.models import model_ids, model_object
+from ds4.server.api.registry import APIS
+from ds4.server.bodies import ClientGoneError, JsonResponse, parse_json, read_body
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError, from_request_error
-from ds4.server.exchange import ClientGoneError, EventStream, Exchange, JsonResponse, parse_json, read_body
-from ds4.server.request import ChatRequest, Failed
+from ds4.server.exchange import EventStream, Exchange
+from ds4.server.request import Failed
 from ds4.server.worker import Worker
 
 MAX_HEADER_BYTES = 64 << 10
@@ -39,6 +41,7 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="ds4", version=__version__, redoc_url=None)
     loaded = worker.backend.name
     context = worker.engine.context
+    apis = ApiContext(config, loaded, worker.turns)
 
     @app.get("/health")
     async def health() -> Response:
@@ -56,30 +59,34 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
             raise ApiError(404, f"model {id!r} is not known: use one of {', '.join(model_ids(loaded))}", param="model")
         return model_object(id, loaded, context, config)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
-    async def chat_completions(request: Request) -> Response:
-        def parse(data: bytes) -> tuple[ChatRequest, ChatCompletionRequest]:
-            return chat.parse(parse_json(data), config, loaded)
+    for api in APIS:
+        app.add_api_route(
+            api.path, _endpoint(api, worker, apis), methods=["POST"], summary=api.summary, **_body_schema(api.body)
+        )
 
-        data = await read_body(request, config.max_body_bytes)
-        # Reading a long conversation takes so long that other requests would feel it.
-        long = len(data) > _LONG_BODY
-        chat_request, body = await asyncio.to_thread(parse, data) if long else parse(data)
+    _handle_errors(app)
+    app.add_middleware(_Edges, cors=config.cors)
+    return app
+
+
+def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Request], Awaitable[Response]]:
+    """What answers the POSTs of one API."""
+    config = context.config
+
+    async def answer(request: Request) -> Response:
+        ask = await read_ask(request, api, context)
         try:
-            prompt = await asyncio.to_thread(worker.prompts.build, chat_request)
-            exchange = Exchange(request, worker, chat_request, prompt)
+            prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
+            exchange = Exchange(request, worker, ask.request, prompt)
         except RequestError as error:
-            raise from_request_error(error, "messages") from None
-        number = exchange.job.number
+            raise from_request_error(error, messages=api.conversation) from None
+        writer = ask.answer(exchange.job.number)
         try:
-            if body.stream:
+            if ask.stream:
                 first = await exchange.first(config.first_byte_seconds)
-                if isinstance(first, Failed):
-                    raise ApiError(first.status, first.message)
-                options = body.stream_options
-                include_usage = options is not None and bool(options.include_usage)
-                projector = chat.ChatStream(number, chat_request.model, include_usage)
-                return EventStream(exchange, projector, first, config.keep_alive_seconds)
+                if first and isinstance(first[-1], Failed):
+                    raise ApiError(first[-1].status, first[-1].message)
+                return EventStream(exchange, writer, first, config.keep_alive_seconds)
             end = await exchange.end()
         except BaseException:
             exchange.close()
@@ -87,19 +94,27 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         exchange.close()
         if isinstance(end, Failed):
             raise ApiError(end.status, end.message)
-        return JsonResponse(chat.completion(end, number, chat_request.model))
+        return JsonResponse(writer.whole(end))
 
-    _handle_errors(app)
-    app.add_middleware(_Edges, cors=config.cors)
-    return app
+    return answer
 
 
-def _body_schema(kind: type[ChatCompletionRequest]) -> dict[str, Any]:
-    """The description of a body that the handler reads itself, for the page at /docs."""
+async def read_ask(request: Request, api: Api, context: ApiContext) -> Ask:
+    """The request in a body. Raises ApiError, ClientGoneError."""
+    data = await read_body(request, context.config.max_body_bytes)
+    # Reading a long conversation takes so long that other requests would feel it.
+    if len(data) > _LONG_BODY:
+        return await asyncio.to_thread(lambda: api.parse(parse_json(data), context))
+    return api.parse(parse_json(data), context)
+
+
+def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The description of a body that the endpoint reads itself, for the page at /docs."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
     inlined = _inline(schema, definitions)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
+    content = {"application/json": {"schema": inlined}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 
 def _inline(value: Any, definitions: dict[str, Any]) -> Any:
@@ -112,14 +127,17 @@ def _inline(value: Any, definitions: dict[str, Any]) -> Any:
 
 
 def _handle_errors(app: FastAPI) -> None:
+    def respond(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        return JsonResponse(error_body(error, request.url.path), error.status, {**error.headers(), **(headers or {})})
+
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return JsonResponse(error.openai(), error.status)
+        return respond(request, error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         text = {404: "unknown endpoint", 405: "method not allowed"}.get(error.status_code, str(error.detail))
-        return JsonResponse(ApiError(error.status_code, text).openai(), error.status_code, error.headers)
+        return respond(request, ApiError(error.status_code, text), error.headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
@@ -128,7 +146,13 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
         # The traceback is logged by the server below.
-        return JsonResponse(ApiError(500, "internal error; see the server's log").openai(), 500)
+        return respond(request, ApiError(500, "internal error; see the server's log"))
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """The body of an error in the shape of the API that a path belongs to."""
+    anthropic = any(api.anthropic and (path == api.path or path.startswith(api.path + "/")) for api in APIS)
+    return error.anthropic() if anthropic else error.openai()
 
 
 class _Edges:
@@ -153,7 +177,9 @@ class _Edges:
 
         if _head_bytes(scope) > MAX_HEADER_BYTES:
             error = ApiError(431, f"the request's target and headers are larger than {MAX_HEADER_BYTES} bytes together")
-            await JsonResponse(error.openai(), error.status, {"connection": "close"})(scope, receive, with_headers)
+            await JsonResponse(error_body(error, scope["path"]), error.status, {"connection": "close"})(
+                scope, receive, with_headers
+            )
         elif scope["method"] == "OPTIONS":
             await with_headers({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ds4.errors import ContextOverflowError, RequestError
 from ds4.server.worker import QueueFullError, ShuttingDownError
+
+_ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+)
+_HEADERS: Mapping[int, dict[str, str]] = MappingProxyType(
+    {
+        # Clients repeat a request that met a conflict; what was lost does not come back.
+        409: {"x-should-retry": "false"},
+        401: {"www-authenticate": "Bearer"},
+    }
+)
 
 
 class ApiError(Exception):
@@ -38,6 +56,15 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error: dict[str, Any] = {"message": self.message, "type": "rate_limit_error" if self.status == 429 else kind}
         return {"error": {**error, "param": self.param, "code": self.code, **self.extra}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The body in the shape of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, **self.extra}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the status."""
+        return _HEADERS.get(self.status, {})
 
 
 def from_request_error(error: RequestError, param: str | None = None, *, messages: str = "messages") -> ApiError:

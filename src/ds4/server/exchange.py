@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from ds4.server.errors import ApiError
-from ds4.server.request import ChatRequest, Done, Events, Failed, Job, Prompt, Reply
+from ds4.server.api.base import Answer
+from ds4.server.bodies import ClientGoneError
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply
 from ds4.server.worker import Worker
 
 _Message = MutableMapping[str, Any]
-MAX_DEPTH = 256
-"""Deepest nesting of a request body."""
-
 UNREAD = 1024
 """Replies, of one token each as a rule, that may wait for a client without anything happening."""
 
 MOST_UNREAD = 32 * UNREAD
 """Replies that may wait at all."""
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection; its job is cancelled."""
 
 
 class Exchange:
@@ -98,14 +92,18 @@ class Exchange:
             if isinstance(reply, Done | Failed):
                 return reply
 
-    async def first(self, seconds: float) -> Reply | None:
-        """The first reply that decides what is answered, or None if the client should not wait for it any longer."""
+    async def first(self, seconds: float) -> list[Reply]:
+        """The replies up to the one that decides what is answered, or as many as there are after some seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
+        replies: list[Reply] = []
         while True:
             reply = await self.next(max(0.0, deadline - loop.time()))
-            if reply is None or isinstance(reply, Events | Done | Failed):
-                return reply
+            if reply is None:
+                return replies
+            replies.append(reply)
+            if isinstance(reply, Events | Done | Failed):
+                return replies
 
     def close(self) -> None:
         """Stop what still runs and forget it."""
@@ -118,36 +116,15 @@ async def _disconnected(receive: Callable[[], Awaitable[_Message]]) -> None:
         pass
 
 
-class Projector(Protocol):
-    """Turns replies into the frames of one API's stream."""
-
-    keep_alive: bytes
-
-    def open(self) -> bytes:
-        """The frames before everything else."""
-        ...
-
-    def events(self, reply: Events) -> bytes:
-        """The frames of new events; maybe none."""
-        ...
-
-    def done(self, reply: Done) -> bytes:
-        """The frames of the end."""
-        ...
-
-    def failed(self, reply: Failed) -> bytes:
-        """The frames of a failure."""
-        ...
-
-
 class EventStream(Response):
     """Server-sent events of one request; never silent for longer than `keep_alive` seconds."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, projector: Projector, first: Reply | None, keep_alive: float) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, first: Sequence[Reply], keep_alive: float) -> None:
+        """`first`: the replies that were taken already."""
         super().__init__()
-        self._exchange, self._projector, self._first, self._silence = exchange, projector, first, keep_alive
+        self._exchange, self._answer, self._first, self._silence = exchange, answer, deque(first), keep_alive
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the stream; the ASGI interface."""
@@ -166,89 +143,25 @@ class EventStream(Response):
             if frames:
                 await send({"type": "http.response.body", "body": frames, "more_body": True})
 
-        projector, loop = self._projector, asyncio.get_running_loop()
-        await write(projector.open())
+        answer, loop = self._answer, asyncio.get_running_loop()
+        await write(answer.opened())
         quiet_since = loop.time()
-        reply = self._first
         while True:
+            if self._first:
+                reply: Reply | None = self._first.popleft()
+            else:
+                reply = await self._exchange.next(max(0.0, quiet_since + self._silence - loop.time()))
             frames = b""
-            if isinstance(reply, Events):
-                frames = projector.events(reply)
+            if isinstance(reply, Admitted):
+                frames = answer.admitted(reply)
+            elif isinstance(reply, Events):
+                frames = answer.events(reply)
             elif isinstance(reply, Done):
-                return await write(projector.done(reply))
+                return await write(answer.done(reply))
             elif isinstance(reply, Failed):
-                return await write(projector.failed(reply))
+                return await write(answer.failed(reply))
             elif loop.time() - quiet_since >= self._silence:
-                frames = projector.keep_alive
+                frames = answer.keep_alive
             if frames:
                 await write(frames)
                 quiet_since = loop.time()
-            reply = await self._exchange.next(max(0.0, quiet_since + self._silence - loop.time()))
-
-
-def to_json(value: object) -> bytes:
-    """A value as JSON in UTF-8; halves of surrogate pairs, which a client may have sent, cannot be in it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def frame(value: object) -> bytes:
-    """One server-sent event with a JSON object as its data."""
-    return b"data: " + to_json(value) + b"\n\n"
-
-
-class JsonResponse(Response):
-    """A JSON body."""
-
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        """The body's bytes."""
-        return to_json(content)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request. Raises ApiError 413, ClientGoneError."""
-    too_large = ApiError(413, f"the request body is larger than {limit} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return bytes(body)
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """A body as a JSON object. Raises ApiError 400."""
-    try:
-        value = json.loads(body, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"invalid JSON request: {error}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "invalid JSON request: the body must be an object")
-    if _depth(value) > MAX_DEPTH:
-        raise ApiError(400, f"invalid JSON request: nested deeper than {MAX_DEPTH} levels")
-    return value
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += [child for child in item.values() if isinstance(child, dict | list)]
-            elif isinstance(item, list):
-                inner += [child for child in item if isinstance(child, dict | list)]
-        level = inner
-    return depth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds4.chat.effort import resolve
 from ds4.chat.rendered import Rendered
-from ds4.chat.template import render
+from ds4.chat.template import BOS, render
 from ds4.errors import ContextOverflowError
 from ds4.server.config import ServerConfig
 from ds4.server.replay import ReplayMemory
@@ -27,13 +27,26 @@ class PromptBuilder:
 
     def build(self, request: ChatRequest) -> Prompt:
         """The prompt of a request. Raises RequestError, and ContextOverflowError if it does not fit."""
+        text = self._render(request)
+        ids = self.encode(text)
+        if len(ids) >= self._context:
+            raise ContextOverflowError(len(ids), self._context)
+        return Prompt(text, ids, self._tokenizer.key_bytes(ids))
+
+    def count(self, request: ChatRequest) -> int:
+        """The number of tokens of the prompt, whether it fits or not. Raises RequestError."""
+        return len(self.encode(self._render(request)))
+
+    def _render(self, request: ChatRequest) -> Rendered:
+        if request.text is not None:
+            return BOS + Rendered(request.text, ((0, len(request.text)),))
         messages = request.messages
         if self._replay is not None:
             messages = tuple(self._replay.attach(message) for message in messages)
         effort = request.effort
         if request.thinking:
             effort = resolve(effort, self._config.effort_profile, self._context)
-        text = render(
+        return render(
             messages,
             request.tools,
             request.thinking,
@@ -41,7 +54,3 @@ class PromptBuilder:
             self._config.template,
             effort_profile=self._config.effort_profile,
         )
-        ids = self.encode(text)
-        if len(ids) >= self._context:
-            raise ContextOverflowError(len(ids), self._context)
-        return Prompt(text, ids, self._tokenizer.key_bytes(ids))

@@ -29,6 +29,10 @@ class ChatRequest:
         max_tokens: limit of the answer, or None for the server's.
         stop: strings that end the answer.
         call_prefix: how ids of calls begin on this API.
+        streamed: whether the client sees the answer while it grows.
+        text: a prompt to be continued as it stands, without the chat format; then `messages` is empty.
+        response_id: the answer's id on the wire, under which it can be continued later; empty: it cannot.
+        front: how many of the messages at the start belong to this request only, and not to what follows it.
     """
 
     model: str
@@ -42,6 +46,10 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     call_prefix: str = "call_"
+    streamed: bool = False
+    text: str | None = None
+    response_id: str = ""
+    front: int = 0
 
     @property
     def tools_active(self) -> bool:

@@ -26,6 +26,7 @@ from ds4.server.replay import ReplayMemory
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply, Usage
 from ds4.server.slots import Slot, SlotTable
 from ds4.server.trace import Trace
+from ds4.server.turns import TurnMemory
 
 log = logging.getLogger("ds4.server")
 
@@ -93,6 +94,7 @@ class Worker:
         self.engine = backend.engine
         self.trace = trace or Trace()
         self.replay = ReplayMemory(config.tool_memory_max_ids, config.tool_memory_bytes)
+        self.turns = TurnMemory()
         self.prompts = PromptBuilder(
             self.engine.tokenizer, config, self.engine.context, self.replay if config.replay else None
         )

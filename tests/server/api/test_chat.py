@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from ds4 import chat
+from ds4.server.api.base import ApiContext
 from ds4.server.api.chat import parse
 from ds4.server.config import ServerConfig
+from ds4.server.turns import TurnMemory
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def prompt(*messages: dict[str, Any]) -> str:
-    request, _ = parse({"messages": list(messages)}, ServerConfig(), "ds4-tiny")
-    return str(chat.render(request.messages))
+    ask = parse({"messages": list(messages)}, ApiContext(ServerConfig(), "ds4-tiny", TurnMemory()))
+    return str(chat.render(ask.request.messages))
 
 
 @pytest.mark.parametrize("content", ["", "hello", [{"type": "text", "text": "hello"}]])

@@ -11,18 +11,19 @@ from ds4.chat.events import ArgumentsDelta, CallBegin, ReasoningDelta, TextDelta
 from ds4.chat.message import Message, ToolCall, read_message
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
+from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat_types import ChatCompletionRequest, ThinkingOption
-from ds4.server.api.common import check_effort, refuse, sampling_of, stops_of, thinking_of, validate
-from ds4.server.config import ServerConfig
+from ds4.server.api.common import check_effort, malformed, refuse, sampling_of, stops_of, thinking_of, validate
+from ds4.server.bodies import frame
 from ds4.server.errors import ApiError
-from ds4.server.exchange import frame
-from ds4.server.request import ChatRequest, Done, Events, Failed, Usage
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
-def parse(value: Mapping[str, Any], config: ServerConfig, model: str) -> tuple[ChatRequest, ChatCompletionRequest]:
-    """The request in the terms of the chat format, and as it came. Raises ApiError 400 that names the field."""
+def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
+    """The request in the terms of the chat format. Raises ApiError 400 that names the field."""
+    config = context.config
     if value.get("messages") is None:
         raise ApiError(400, "missing messages", param="messages")
     body = validate(ChatCompletionRequest, value)
@@ -33,7 +34,7 @@ def parse(value: Mapping[str, Any], config: ServerConfig, model: str) -> tuple[C
     effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = ChatRequest(
-        model=body.model or model,
+        model=body.model or context.model,
         messages=_messages(body.messages),
         tools=tools,
         calls_allowed=body.tool_choice != "none",
@@ -45,8 +46,10 @@ def parse(value: Mapping[str, Any], config: ServerConfig, model: str) -> tuple[C
         ),
         max_tokens=limit,
         stop=stops_of(body.stop),
+        streamed=bool(body.stream),
     )
-    return request, body
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return Ask(request, bool(body.stream), lambda number: ChatAnswer(number, request.model, include_usage))
 
 
 def _check_supported(body: ChatCompletionRequest) -> None:
@@ -139,54 +142,36 @@ def _call_object(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def completion(done: Done, number: int, model: str) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
-    # Calls that cannot be read are text here, and text is a normal end.
-    unreadable = done.reason == "error" and done.whole.text != done.message.text
-    answer = done.whole
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [_call_object(call) for call in answer.tool_calls]
-    return {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "logprobs": None,
-                "finish_reason": "stop" if unreadable else done.reason,
-            }
-        ],
-        "usage": usage_object(done.usage),
-    }
-
-
-class ChatStream:
-    """The chunks of a streamed answer (see `ds4.server.exchange.Projector`)."""
+class ChatAnswer:
+    """An answer as this API writes it (see `ds4.server.api.base.Answer`)."""
 
     keep_alive = b": keep-alive\n\n"
 
     def __init__(self, number: int, model: str, include_usage: bool) -> None:
-        self._base = {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
         self._include_usage = include_usage
 
-    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return frame({**self._base, "choices": [choice], **({"usage": None} if self._include_usage else {})})
+    def whole(self, reply: Done) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        answer = reply.whole
+        # Calls that cannot be read are text here, and text is a normal end.
+        unreadable = reply.reason == "error" and answer.text != reply.message.text
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [_call_object(call) for call in answer.tool_calls]
+        finish = "stop" if unreadable else reply.reason
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        return {"object": "chat.completion", **self._base, "choices": [choice], "usage": usage_object(reply.usage)}
 
-    def open(self) -> bytes:
+    def opened(self) -> bytes:
         """The chunk that names the role."""
         return self._chunk({"role": "assistant", "content": ""})
+
+    def admitted(self, reply: Admitted) -> bytes:
+        """Nothing."""
+        return b""
 
     def events(self, reply: Events) -> bytes:
         """One chunk for each event that is visible on this API."""
@@ -195,16 +180,22 @@ class ChatStream:
     def done(self, reply: Done) -> bytes:
         """The finish, the usage if it was asked for, and the end mark."""
         if reply.reason == "error":
-            problem = "; ".join(reply.message.problems) or "the tool call could not be read"
-            return self.failed(Failed(500, f"the model wrote a malformed tool call: {problem}"))
+            return self.failed(malformed(reply))
         frames = self._chunk({}, reply.reason)
         if self._include_usage:
-            frames += frame({**self._base, "choices": [], "usage": usage_object(reply.usage)})
+            frames += self._frame({"choices": [], "usage": usage_object(reply.usage)})
         return frames + b"data: [DONE]\n\n"
 
     def failed(self, reply: Failed) -> bytes:
         """An error event; nothing follows it."""
         return frame(ApiError(reply.status, reply.message).openai())
+
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return self._frame({"choices": [choice], **({"usage": None} if self._include_usage else {})})
+
+    def _frame(self, value: Mapping[str, Any]) -> bytes:
+        return frame({"object": "chat.completion.chunk", **self._base, **value})
 
 
 def _deltas(reply: Events) -> Sequence[Mapping[str, Any]]:
@@ -220,3 +211,6 @@ def _deltas(reply: Events) -> Sequence[Mapping[str, Any]]:
         elif isinstance(event, ArgumentsDelta):
             deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
     return deltas
+
+
+API = Api("/v1/chat/completions", "An answer to a conversation", ChatCompletionRequest, parse, "messages")

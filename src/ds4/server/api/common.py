@@ -12,6 +12,7 @@ from ds4.engine.sampling import Sampling
 from ds4.errors import Ds4Error, RequestError
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError
+from ds4.server.request import Done, Failed
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -48,6 +49,12 @@ def _step(part: int | str) -> str:
 def refuse(field: str, why: str) -> ApiError:
     """A 400 for a field that cannot be honoured."""
     return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
+
+
+def malformed(reply: Done) -> Failed:
+    """The failure of a stream whose calls cannot be read; what it sent of them is closed."""
+    problem = "; ".join(reply.message.problems) or "the tool call could not be read"
+    return Failed(500, f"the model wrote a malformed tool call: {problem}")
 
 
 def thinking_of(

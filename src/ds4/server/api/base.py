@@ -1,0 +1,98 @@
+"""What every API is: a path, a parser, and an answer that turns replies into the API's frames or its whole body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from ds4.server.config import ServerConfig
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed
+from ds4.server.turns import TurnMemory
+
+
+@dataclass(frozen=True)
+class ApiContext:
+    """What parsers may look at besides the request.
+
+    Attributes:
+        config: how the server runs.
+        model: the loaded model's name.
+        turns: earlier answers that a request may continue by an id.
+    """
+
+    config: ServerConfig
+    model: str
+    turns: TurnMemory
+
+
+class Answer(Protocol):
+    """The answer to one request on the wire: a stream of frames, or one body.
+
+    Of a stream, `opened` comes first, `admitted` before everything else that the worker replies, and `done` or
+    `failed` is the last.
+    """
+
+    keep_alive: bytes
+
+    def opened(self) -> bytes:
+        """The frames that may go out before the request is admitted; maybe none."""
+        ...
+
+    def admitted(self, reply: Admitted) -> bytes:
+        """The frames that need the prompt's token counts; maybe none."""
+        ...
+
+    def events(self, reply: Events) -> bytes:
+        """The frames of new events; maybe none."""
+        ...
+
+    def done(self, reply: Done) -> bytes:
+        """The frames of the end."""
+        ...
+
+    def failed(self, reply: Failed) -> bytes:
+        """The frames of a failure after the first byte."""
+        ...
+
+    def whole(self, reply: Done) -> dict[str, Any]:
+        """The body of an answer that is not streamed. Raises ApiError if what was generated is no answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of one API, parsed.
+
+    Attributes:
+        request: what the client asked for.
+        stream: whether the answer is a stream.
+        answer: makes the answer from the number of the job.
+    """
+
+    request: ChatRequest
+    stream: bool
+    answer: Callable[[int], Answer]
+
+
+@dataclass(frozen=True)
+class Api:
+    """One API.
+
+    Attributes:
+        path: where it is POSTed to.
+        summary: one line for the page at /docs.
+        body: the type of its body, for the description of the API.
+        parse: a JSON object to a request; raises ApiError.
+        conversation: its field that holds the conversation, which errors about the length name.
+        anthropic: errors have Anthropic's shape, else OpenAI's.
+    """
+
+    path: str
+    summary: str
+    body: type[BaseModel]
+    parse: Callable[[Mapping[str, Any], ApiContext], Ask]
+    conversation: str
+    anthropic: bool = False
