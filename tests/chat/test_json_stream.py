@@ -42,6 +42,22 @@ def test_cut_json_is_completed(value: object, data: st.DataObject) -> None:
 
 
 @given(st.text(alphabet='{}[]",:\\u0dD8a 1-.etrn\n', max_size=40), st.data())
+def test_a_value_that_ends_too_early_can_be_closed_behind_its_end(text: str, data: st.DataObject) -> None:
+    out, stream = run(pieces_of(data, text))
+    out += stream.finish()
+    if not stream.complete:
+        json.loads(out + stream.close())
+
+
+@pytest.mark.parametrize("text", ['[{"x": 2.5', '{"days":[1, 2', '{"a": tru', "[[-", '{"a": nonsense'])
+def test_a_scalar_that_ends_inside_a_list_is_not_lost(text: str) -> None:
+    out, stream = run([text])
+    out += stream.finish()
+    assert not stream.complete
+    json.loads(out + stream.close())
+
+
+@given(st.text(alphabet='{}[]",:\\u0dD8a 1-.etrn\n', max_size=40), st.data())
 def test_anything_gives_a_prefix_that_can_be_closed(text: str, data: st.DataObject) -> None:
     out, stream = run(pieces_of(data, text))
     whole, same = run([text])

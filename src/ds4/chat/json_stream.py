@@ -168,7 +168,8 @@ class JsonStream:
 
     def finish(self) -> str:
         """Return the number or word that is the whole value, once nothing follows; marks a failure if it is none."""
-        if self._mode == "scalar" and not self.failed:
+        # Inside a list or an object the value is not whole; `close` writes what there is of it.
+        if self._mode == "scalar" and not self.failed and not self._stack:
             self._end_scalar([], cut=False)
         top, self._top = self._top, ""
         return "" if self.failed else top
