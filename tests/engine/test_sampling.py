@@ -1,4 +1,4 @@
-"""Sampling against a slow and obvious version, its distributions by chi-square, its limits and its errors."""
+"""Sampling against a slow and obvious version, its distributions by chi-square, penalties, limits and errors."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4.engine.sampling import Sampler, Sampling, distribution
+from ds4.engine.sampling import Choice, Sampler, Sampling, distribution, logit_bias
 from ds4.errors import Ds4Error
 
 
@@ -160,6 +160,145 @@ def test_the_logits_are_not_changed() -> None:
     assert torch.equal(logits.nan_to_num(9.0), torch.tensor([1.0, 9.0, 2.0]))
 
 
+@pytest.mark.parametrize("sampling", [Sampling(seed=7), Sampling(seed=7, presence_penalty=0.3, logit_bias=((3, 1.0),))])
+def test_a_row_of_any_batch_gives_the_same_tokens(sampling: Sampling) -> None:
+    rows = torch.randn(4, 5, 1000, generator=torch.Generator().manual_seed(2)).transpose(0, 1)
+    alone, batched, masked = Sampler(sampling), Sampler(sampling), Sampler(sampling)
+    everything = torch.ones(1000, dtype=torch.bool)
+    for row in rows:
+        chosen = [alone.choose(row[2].clone(), top=3), batched.choose(row[2], top=3)]
+        assert chosen[0] == chosen[1] == masked.choose(row[2], allowed=everything, top=3)
+
+
+def test_each_answer_of_a_request_draws_a_stream_of_its_own() -> None:
+    streams = [stream(Sampler(Sampling(seed=7), number)) for number in range(3)]
+    assert streams[0] == stream(Sampler(Sampling(seed=7)))
+    assert streams[0] != streams[1] != streams[2] != streams[0]
+    assert streams[1] == stream(Sampler(Sampling(seed=7), 1))
+    numbers = np.random.default_rng(7).random(30)  # a seed keeps its meaning
+    assert streams[0] == [int(np.searchsorted(np.cumsum(np.full(1000, 1e-3)), number)) for number in numbers]
+
+
+# --- bias and penalties -------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), seed=st.integers(1, 100), greedy=st.booleans())
+@settings(max_examples=200)
+def test_penalties_and_bias_equal_the_formula(data: st.DataObject, seed: int, greedy: bool) -> None:
+    """logit + bias - frequency * times taken - presence * (taken at all), whoever took the tokens."""
+    penalty = st.floats(-2, 2).map(lambda x: round(x, 2))
+    bias = data.draw(st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=4))
+    plain = Sampling(temperature=0 if greedy else 1, seed=seed)
+    frequency, presence = data.draw(penalty), data.draw(penalty)
+    full = Sampling(
+        temperature=plain.temperature, seed=seed, frequency_penalty=frequency, presence_penalty=presence,
+        logit_bias=tuple(bias.items()),
+    )  # fmt: skip
+    sampler, reference = Sampler(full), Sampler(plain)
+    taken: list[int] = []
+    for step in range(6):
+        logits = torch.randn(10, generator=torch.Generator().manual_seed(step))
+        offsets = [bias.get(i, 0.0) - frequency * taken.count(i) - presence * (i in taken) for i in range(10)]
+        token = sampler.sample(logits)
+        assert token == reference.sample(logits + torch.tensor(offsets, dtype=torch.float32))
+        others = data.draw(st.lists(st.integers(0, 9), max_size=2))
+        sampler.count(others)
+        taken += [token, *others]
+
+
+def test_syntax_is_chosen_by_the_model_alone() -> None:
+    """What `greedy` asks for is not bent by bias or penalties, but it counts for them."""
+    sampler = Sampler(Sampling(temperature=0, frequency_penalty=2, logit_bias=((1, -100.0),)))
+    logits = torch.tensor([1.0, 2.0, 1.5])
+    assert [sampler.sample(logits, greedy=True) for _ in range(3)] == [1, 1, 1]
+    assert [sampler.sample(logits) for _ in range(4)] == [2, 0, 2, 0]
+
+
+def test_a_bias_can_forbid_or_force_a_token() -> None:
+    logits = torch.zeros(100)
+    forbid = Sampler(Sampling(seed=1, logit_bias=tuple((i, -100.0) for i in range(99))))
+    force = Sampler(Sampling(seed=1, logit_bias=((5, 100.0),)))
+    assert {forbid.sample(logits) for _ in range(50)} == {99}
+    assert {force.sample(logits) for _ in range(50)} == {5}
+
+
+def test_a_bias_does_not_revive_what_cannot_be_chosen() -> None:
+    sampler = Sampler(Sampling(seed=1, logit_bias=((0, 100.0), (1, 100.0))))
+    logits = torch.tensor([-math.inf, 1.0, 1.0])
+    assert sampler.sample(logits, allowed=torch.tensor([True, False, True])) == 2
+
+
+def test_the_bias_of_a_request() -> None:
+    assert logit_bias({"5": 1, 0: -100, "007": 2.5}, 10) == ((5, 1), (0, -100), (7, 2.5))
+    assert logit_bias({}, 10) == ()
+    for key in ("10", 10, -1, "-1", "x", "", 1.5, True, None, "9" * 30, "１"):
+        with pytest.raises(Ds4Error, match=r"logit_bias has the key .* from 0 to 9"):
+            logit_bias({key: 1}, 10)
+    for value in (101, -100.5, math.nan, "1", None, True):
+        with pytest.raises(Ds4Error, match=r"logit_bias of token 3 is .* from -100 to 100"):
+            logit_bias({"3": value}, 10)
+    assert len(logit_bias(dict.fromkeys(range(1024), 1), 2000)) == 1024
+    with pytest.raises(Ds4Error, match="1025 entries; at most 1024"):
+        logit_bias(dict.fromkeys(range(1025), 1), 2000)
+    with pytest.raises(Ds4Error, match="token 9; the vocabulary has ids up to 4"):
+        Sampler(Sampling(logit_bias=((9, 1.0),))).sample(torch.zeros(5))
+
+
+# --- masks as bits ------------------------------------------------------------------------------------------------
+
+
+@given(allowed=st.lists(st.booleans(), min_size=1, max_size=100), seed=st.integers(1, 50))
+def test_bits_mean_the_same_as_bools(allowed: list[bool], seed: int) -> None:
+    """Bits beyond the vocabulary mean nothing."""
+    size = len(allowed)
+    bits = np.array([*allowed, *[True] * (-size % 32)], np.uint32).reshape(-1, 32)
+    words = torch.from_numpy((bits << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32).view(np.int32))
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    if not any(allowed):
+        with pytest.raises(Ds4Error, match="none of them is allowed"):
+            Sampler(Sampling()).sample(logits, allowed=words)
+        return
+    mask = torch.tensor(allowed)
+    for greedy in (True, False):
+        one, two = Sampler(Sampling(seed=seed)), Sampler(Sampling(seed=seed))
+        assert one.sample(logits, greedy, words) == two.sample(logits, greedy, mask)
+    ids, probabilities = distribution(logits, Sampling(), words)
+    assert ids.tolist() == distribution(logits, Sampling(), mask)[0].tolist()
+    assert probabilities.sum() == pytest.approx(1)
+
+
+# --- log probabilities --------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_model_after_bias_and_penalties() -> None:
+    """Neither temperature nor limits nor masks change them."""
+    logits = torch.tensor([1.0, 3.0, math.nan, 2.0, -math.inf])
+    sampling = Sampling(temperature=0.2, top_k=1, seed=1, presence_penalty=1.5, logit_bias=((0, 0.5),))
+    sampler = Sampler(sampling)
+    sampler.count([1])
+    choice = sampler.choose(logits, allowed=torch.tensor([True, False, True, False, True]), top=5)
+    expected = torch.log_softmax(torch.tensor([1.5, 1.5, 2.0]), 0).tolist()
+    assert choice.token == 0
+    assert choice.logprobs is not None
+    assert choice.logprobs.logprob == pytest.approx(expected[0])
+    assert [token for token, _ in choice.logprobs.top] == [3, 0, 1]
+    assert [logprob for _, logprob in choice.logprobs.top] == pytest.approx(sorted(expected, reverse=True))
+
+
+def test_logprobs_only_where_they_are_asked_for() -> None:
+    sampler = Sampler(Sampling(temperature=0))
+    logits = torch.tensor([0.0, 1.0])
+    assert sampler.choose(logits) == Choice(1)
+    choice = sampler.choose(logits, top=0)
+    assert choice.logprobs is not None
+    assert choice.logprobs.top == ()
+    assert choice.logprobs.token == 1
+    assert choice.logprobs.logprob == pytest.approx(-math.log1p(math.exp(-1)))
+    for top in (-1, 21, True, 1.5):
+        with pytest.raises(Ds4Error, match="top_logprobs is"):
+            sampler.choose(logits, top=top)  # type: ignore[arg-type]
+
+
 # --- edges --------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +377,8 @@ def test_wrong_shapes_are_refused() -> None:
         ("min_p", [-0.1, 1.01, math.nan, -math.inf, [], None]),
         ("top_k", [-1, 1.5, math.nan, "3", None, True]),
         ("seed", [1.0, "x", 2**64, -(2**63) - 1, True]),
+        ("frequency_penalty", [-2.1, 2.01, math.nan, math.inf, "1", None, True]),
+        ("presence_penalty", [-2.1, 2.01, math.nan, -math.inf, [], False]),
     ],
 )
 def test_bad_settings_are_refused_by_name(name: str, values: list[object]) -> None:
