@@ -13,6 +13,7 @@ import ds4
 from ds4.cli.options import build_parser as cli_parser
 from ds4.errors import Ds4Error
 from ds4.server.config import NOT_BUILT, OF_DS4, TOPICS, ServerConfig, build_parser, parse_args
+from ds4.server.main import main
 
 
 def test_defaults_are_those_of_the_documentation() -> None:
@@ -27,14 +28,16 @@ def test_every_flag_reaches_the_configuration() -> None:
         "-m m.gguf --host 0.0.0.0 --port 1 -c 100 -n 7 -t 2 --prefill-chunk 32 --checkpoint-mb 5 --template ds4"
         " --effort-profile 0731 --think-default off --cors --trace t --scripted s --scripted-kv-bytes-per-token 3"
         " --max-queue 4 --max-sessions 2 --no-safe-client-text --no-think-recovery --disable-exact-dsml-tool-replay"
-        " --tool-memory-max-ids 9 --chdir /tmp --cpu --backend cpu"
+        " --tool-memory-max-ids 9 --chdir /tmp --cpu --backend cpu --raw-completions --api-key one --api-key=-two"
+        " --api-key-file keys --request-timeout 1.5 --step-timeout 2"
     )
     config = parse_args(flags.split())
     assert config == ServerConfig(
         model=Path("m.gguf"), host="0.0.0.0", port=1, ctx=100, max_tokens=7, threads=2, prefill_chunk=32,
         checkpoint_mb=5, template="ds4", effort_profile="0731", think_default=False, cors=True, trace=Path("t"),
         scripted=Path("s"), scripted_kv_bytes=3, max_queue=4, max_sessions=2, safe_client_text=False,
-        think_recovery=False, replay=False, tool_memory_max_ids=9, chdir=Path("/tmp"),
+        think_recovery=False, replay=False, tool_memory_max_ids=9, chdir=Path("/tmp"), raw_completions=True,
+        api_keys=("one", "-two"), api_key_file=Path("keys"), request_timeout=1.5, step_timeout=2.0,
     )  # fmt: skip
 
 
@@ -44,6 +47,18 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--kv-disk-dir", "x"], "--kv-disk-dir is not built yet in this version"),
         (["--mtp=draft.gguf"], "--mtp is not built yet"),
         (["--cuda"], "--cuda is not built yet"),
+        (["--strict-tools"], "--strict-tools is not built yet"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--api-key", "good", "--api-key", "hush hush"], "the API key has a space or a character that is not ASCII"),
+        (["--api-key", "hushé"], "the API key has a space"),
+        (["--api-key", "hush\n"], "the API key has a space"),
+        (["--api-key"], "argument --api-key: expected one argument"),
+        (["--api-key", "hush", "--ctx", "0"], "ctx is 0"),
+        (["--api-key-file", ""], "the name is empty"),
+        (["--max-queue", "-1"], "max_queue is -1"),
+        (["--max-sessions", "0"], "max_sessions is 0"),
+        (["--request-timeout", "-1"], "request_timeout is -1.0"),
+        (["--step-timeout", "inf"], "step_timeout is inf"),
         (["--backend", "rocm"], "--backend rocm is not built yet"),
         (["--frobnicate"], "--frobnicate"),
         (["--ctx", "many"], "many"),
@@ -73,7 +88,46 @@ def test_wrong_flags_end_with_a_message_and_status_2(
     with pytest.raises(SystemExit) as caught:
         parse_args(arguments)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "hush" not in said
+
+
+def test_the_key_of_the_environment_counts_if_the_command_line_names_none() -> None:
+    assert parse_args([], "sk-environment").api_keys == ("sk-environment",)
+    assert parse_args(["--api-key", "one"], "sk-environment").api_keys == ("one",)
+    assert parse_args(["--api-key-file", "keys"], "sk-environment").api_keys == ()
+    assert parse_args([]).api_keys == ()
+
+
+def test_the_command_takes_the_key_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An empty one ends the command before it does anything.
+    monkeypatch.setenv("DS4_API_KEY", "")
+    with pytest.raises(SystemExit) as caught:
+        main(["--port", "0"])
+    assert caught.value.code == 2
+    assert "DS4_API_KEY: the API key is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "hush hush", "hush\n"])
+def test_a_key_of_the_environment_that_is_none_is_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args([], key)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "DS4_API_KEY: the API key" in said
+    assert "hush" not in said
+
+
+def test_help_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--api-key", "hush2", "--help"], "hush")
+    assert "hush" not in capsys.readouterr().out
+    config = parse_args([], "hush")
+    assert config.api_keys == ("hush",)
+    assert "hush" not in repr(config)
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_harness import script_backend, tokenizer
 
 from ds4.chat import Message, render
+from ds4.chat.message import ToolCall
 from ds4.engine import Engine
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import bind_reply, common_bytes, plan
@@ -149,7 +152,9 @@ def test_what_is_not_the_end_of_the_text_is_not_bound() -> None:
     bind_reply(live, first, Message(reasoning="x", reasoning_closed=False), of.tokenizer, encode, "official")
     assert not live.anchors
     bind_reply(live, first, Message(content="x"), of.tokenizer, encode, "official")
-    assert len(live.anchors) == 2
+    bind_reply(live, first, Message(content="y"), of.tokenizer, encode, "official")
+    assert len(live.anchors) == 1
+    assert live.fork().anchors == live.anchors
     live.keep(len(first.ids) - 1)
     assert not live.anchors
 
@@ -170,6 +175,38 @@ def test_a_prompt_cancelled_half_way_leaves_only_what_was_evaluated() -> None:
     assert live.key() == of.tokenizer.key_bytes(first.ids[:48])
     chosen = choose(of, second, live)
     assert (chosen.reused, chosen.ids, chosen.whole) == (48, second.ids, True)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_an_answer_beyond_what_is_evaluated_is_no_way_in(called: bool) -> None:
+    of = engine("why", "yes")
+    encode, eos = builder(of).encode, of.tokenizer.eos
+    calls = (ToolCall("f", "{}", "call_1"),) if called else ()
+    said = [*of.tokenizer.encode("why"), of.tokenizer.end_think, *of.tokenizer.encode("yes")]
+    reply = Message(reasoning="why", content="yes", tool_calls=calls, raw_dsml=" " if called else "")
+    shown = replace(reply, reasoning="", content="" if called else "yes", raw_dsml="")
+    asked = [Message(role="user", content="word " * 40), Message(role="user", content="more " * 40)]
+    first = builder(of).build(ChatRequest("m", (asked[0],)))
+    second = builder(of).build(ChatRequest("m", (asked[0], shown, asked[1])))
+    live = slot(of, [*first.ids, *said])
+    live.session.pending = eos
+    bind_reply(live, first, reply, of.tokenizer, encode, "official")
+    chosen = choose(of, second, live)
+    assert chosen.whole
+    live.session.sync([*chosen.ids, *said])
+    live.session.pending = eos
+    bind_reply(live, second, reply, of.tokenizer, encode, "official")
+    third = builder(of).build(ChatRequest("m", (asked[0], shown, asked[1], shown, asked[0])))
+    both = choose(of, third, live)
+    assert both.whole
+    # A request goes back into the second question and is cancelled there.
+    live.session.rewind(len(chosen.ids) - 20)
+    half = choose(of, third, live)
+    assert half.ids == both.ids[: len(first.ids) + 3] + half.ids[len(first.ids) + 3 :]
+    assert half.kept == len(chosen.ids) - 20
+    assert half.ids.count(eos) == 2
+    text = of.tokenizer.decode(half.ids).decode()
+    assert (text.count("word"), text.count("more")) == (80, 40)
 
 
 def test_the_best_conversation_is_chosen_and_an_equal_one_that_is_idle() -> None:

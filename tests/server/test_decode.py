@@ -28,7 +28,8 @@ BLOCK = call_pieces(("get_weather", [("city", "Rome", True), ("days", '{"a":"b c
 def ask(server: Any, **body: Any) -> dict[str, Any]:
     answer = server.post({"messages": HELLO, "tools": [WEATHER], **body})
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    result: dict[str, Any] = answer.json()
+    return result
 
 
 def pieces(trace: Path) -> list[dict[str, Any]]:
@@ -250,3 +251,122 @@ def test_the_default_of_thinking_can_be_changed() -> None:
         for default, expected in ((None, on), (True, on), (False, off)):
             context = ApiContext(ServerConfig(think_default=default), "ds4-tiny", TurnMemory())
             assert parse({"messages": HELLO, **extra}, context).request.thinking is expected, (extra, default)
+
+
+# ---- however an answer ends inside a block or its reasoning, streamed or not -----------------------------------------
+
+
+def stream(server: Any, **body: Any) -> dict[str, Any]:
+    """A streamed answer, added up."""
+    answer = server.post({"messages": HELLO, "tools": [WEATHER], "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    total: dict[str, Any] = {"content": "", "reasoning": "", "arguments": [], "finish": None}
+    for text in answer.text.split("\n\n")[:-2]:
+        choice = json.loads(text.removeprefix("data: "))["choices"][0]
+        total["content"] += choice["delta"].get("content", "")
+        total["reasoning"] += choice["delta"].get("reasoning_content", "")
+        for call in choice["delta"].get("tool_calls", ()):
+            total["arguments"] += [""] if "id" in call else []
+            total["arguments"][call["index"]] += call["function"]["arguments"]
+        total["finish"] = choice["finish_reason"]
+    return total
+
+
+def added_up(answer: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer as the same values."""
+    choice = answer["choices"][0]
+    calls = choice["message"].get("tool_calls", ())
+    return {
+        "content": choice["message"]["content"],
+        "reasoning": choice["message"].get("reasoning_content", ""),
+        "arguments": [call["function"]["arguments"] for call in calls],
+        "finish": choice["finish_reason"],
+    }
+
+
+def test_every_place_where_the_budget_ends_gives_the_same_answer_streamed_and_not() -> None:
+    pieces = ["plan", "</think>", "Look:", *BLOCK]
+    seen: list[Any] = []
+    with scripted(line(*pieces)) as server:
+        for limit in range(1, len(pieces)):
+            answer = added_up(ask(server, max_tokens=limit))
+            assert answer == stream(server, max_tokens=limit)
+            assert answer["finish"] == "length"
+            seen.append([json.loads(arguments) for arguments in answer["arguments"]])
+        assert added_up(ask(server, max_tokens=len(pieces)))["finish"] == "tool_calls"
+    some: list[Any] = [[], [{}], [{"city": ""}], [{"city": "Rom"}], [{"city": "Rome", "days": {"a": "b "}}]]
+    assert all(arguments in seen for arguments in some)
+
+
+@pytest.mark.parametrize("inside", ["R", "m", "{", "a"])
+def test_the_context_ends_inside_a_call_like_the_budget(inside: str) -> None:
+    pieces = ["</think>", "Look:", *BLOCK]
+    cut = pieces.index(inside) + 1
+    with scripted(line(*pieces)) as server:
+        prompt = ask(server, max_tokens=1)["usage"]["prompt_tokens"]
+        budget = added_up(ask(server, max_tokens=cut))
+    with scripted(line(*pieces), ctx=prompt + cut) as server:
+        answer = ask(server)
+        assert answer["usage"]["total_tokens"] == prompt + cut
+        assert added_up(answer) == budget == stream(server)
+    assert budget["finish"] == "length"
+    assert isinstance(json.loads(budget["arguments"][0]), dict)
+
+
+def test_a_script_that_obeys_holds_off_the_end_inside_a_call(tmp_path: Path) -> None:
+    trace = tmp_path / "t"
+    opened = BLOCK[: BLOCK.index("R")]
+    held = [piece for _ in range(MAX_EOS_MASKED) for piece in (EOS, "x")]
+    with scripted(line("</think>", *opened, *held, EOS, "y", obey=True), trace=trace) as server:
+        answer = added_up(ask(server))
+        refused = [piece for piece in pieces(trace) if not piece["allowed"]]
+    with scripted(line("</think>", *opened, *held, EOS, "y", obey=True)) as server:
+        assert stream(server) == answer
+    assert answer["finish"] == "tool_calls"
+    assert [json.loads(arguments) for arguments in answer["arguments"]] == [{"city": "x" * MAX_EOS_MASKED}]
+    assert [piece["text"] for piece in refused] == [EOS] * MAX_EOS_MASKED
+    assert {piece["state"] for piece in refused} == {"string_body"}
+    # A script that does not obey ends where it says.
+    with scripted(line("</think>", *opened, "R", EOS, "y")) as server:
+        assert json.loads(added_up(ask(server))["arguments"][0]) == {"city": "R"}
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER]])
+@pytest.mark.parametrize("end", ["eos", "length"])
+def test_reasoning_that_is_not_closed_is_no_content(tools: list[Any], end: str) -> None:
+    body = {"tools": tools, **({"max_tokens": 2} if end == "length" else {})}
+    with scripted(line("why", " not")) as server:
+        answer = added_up(ask(server, **body))
+        assert answer == stream(server, **body)
+    expected = {"content": "", "reasoning": "why not", "arguments": [], "finish": "stop" if end == "eos" else "length"}
+    assert answer == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "calls"),
+    [
+        (BLOCK, 1),  # the calls of the block follow as bare ones
+        (["".join(BLOCK)], 0),  # all of it in one token: it is in the reasoning, and nothing else
+        (["".join(BLOCK), *BLOCK], 1),  # and written once more
+        ([*BLOCK[:5], *BLOCK], 1),
+        ([*BLOCK[:5], *BLOCK[5:-4], *BLOCK], 1),
+    ],
+)
+def test_a_call_that_closes_the_reasoning_is_never_run_twice(given: list[str], calls: int) -> None:
+    with scripted(line("hm", *given)) as server:
+        answer = added_up(ask(server))
+        assert len(answer["arguments"]) == calls
+        assert answer["reasoning"].startswith("hm")
+        assert stream(server) == answer
+
+
+def test_calls_behind_closed_reasoning_count_once_and_those_inside_never(tmp_path: Path) -> None:
+    for recovery in (True, False):
+        with scripted(line("hm", "</think>", *BLOCK), think_recovery=recovery) as server:
+            assert len(added_up(ask(server))["arguments"]) == 1
+    with scripted(line("".join(BLOCK), "</think>", *BLOCK), think_recovery=False) as server:
+        answer = added_up(ask(server))
+        assert answer == stream(server)
+    assert answer["reasoning"] == "".join(BLOCK)
+    assert len(answer["arguments"]) == 1

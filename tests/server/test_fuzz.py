@@ -1,4 +1,4 @@
-"""Whatever JSON arrives, the answer is a 200 or a 400 in the API's shape."""
+"""Whatever arrives, the answer is one that the description of the paths declares, and never a 500."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_harness import WEATHER, Running, line, scripted
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from server_harness import WEATHER, Running, line, script_backend, scripted
 
 from ds4.server.api.chat_types import ChatCompletionRequest
+from ds4.server.api.models import NAMES
+from ds4.server.api.registry import APIS
+from ds4.server.app import create_app
+from ds4.server.config import ServerConfig
+from ds4.server.worker import Worker
 
 TEXT = st.text(max_size=8)
 JSON = st.recursive(
@@ -77,3 +90,86 @@ def check(response: httpx.Response) -> None:
         assert error["type"] == "invalid_request_error"
         assert isinstance(error["message"], str)
         assert error["message"]
+
+
+# ---- by the description ---------------------------------------------------------------------------------------------
+
+GETS = ("/health", "/v1/models", "/v1/models/{id}")
+POSTS = (*(api.path for api in APIS), "/v1/messages/count_tokens")
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+# What the schema of a body calls just an object, as a client would write it: most other bodies end at its parser.
+CONTENT = TEXT | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), min_size=1, max_size=2)
+QUESTION = st.fixed_dictionaries({"role": st.just("user"), "content": CONTENT})
+ANSWER = st.fixed_dictionaries({"role": st.just("assistant"), "content": CONTENT})
+CONVERSATION = st.tuples(QUESTION) | st.tuples(QUESTION, ANSWER, QUESTION) | st.tuples(QUESTION, QUESTION)
+PROPER = {"messages": CONVERSATION.map(list), "input": TEXT | CONVERSATION.map(list), "prompt": TEXT}
+HARMLESS = {"model", "stream", "stream_options", "think", "thinking", "seed", "top_k", "max_tokens"}
+PARTS = {
+    path: [name for name in PROPER if name in api.body.model_fields]
+    for api in APIS
+    for path in (api.path, f"{api.path}/count_tokens")
+}
+
+
+@pytest.fixture(scope="module")
+def described() -> Iterator[Any]:
+    """The description of an application, from which requests to it are made."""
+    config = ServerConfig(ctx=512, max_tokens=8, first_byte_seconds=60.0)
+    worker = Worker(script_backend(line("hm", "</think>", "x", "y"), config=config), config)
+    worker.start()
+    try:
+        yield schemathesis.openapi.from_asgi("/openapi.json", create_app(worker, config))
+    finally:
+        assert worker.stop(10)
+
+
+def test_every_described_operation_is_among_those_tried(described: Any) -> None:
+    paths = described.raw_schema["paths"]
+    assert {(path, method) for path, methods in paths.items() for method in methods} == {
+        *((path, "get") for path in GETS),
+        *((path, "post") for path in POSTS),
+    }
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_reading_is_answered_as_described(described: Any, path: str) -> None:
+    @settings(max_examples=25)
+    @given(described[path]["GET"].as_strategy(), st.none() | st.sampled_from(list(NAMES.values())))
+    def try_it(case: Any, known: str | None) -> None:
+        if "{id}" in path and known is not None:
+            case.path_parameters["id"] = known
+        answer = case.call()
+        assert answer.status_code == (
+            404 if "{id}" in path and case.path_parameters["id"] not in NAMES.values() else 200
+        )
+        case.validate_response(answer, checks=CHECKS)
+
+    try_it()
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_are_answered_as_described(described: Any, path: str, mode: GenerationMode) -> None:
+    statuses = set()
+
+    @settings(max_examples=25)
+    @given(
+        described[path]["POST"].as_strategy(generation_mode=mode),
+        st.fixed_dictionaries({name: PROPER[name] for name in PARTS[path]}),
+        st.booleans(),
+    )
+    def try_it(case: Any, proper: dict[str, Any], whole: bool) -> None:
+        bodies = [case.body]
+        if isinstance(case.body, dict):
+            kept = {name: value for name, value in case.body.items() if whole or name in HARMLESS}
+            bodies.append({**kept, **proper})
+        for body in bodies:
+            case.body = body
+            answer = case.call()
+            statuses.add(answer.status_code)
+            case.validate_response(answer, checks=CHECKS)
+
+    try_it()
+    assert statuses <= {200, 400}
+    assert (200 if mode is GenerationMode.POSITIVE else 400) in statuses

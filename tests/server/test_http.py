@@ -101,11 +101,12 @@ def test_a_body_that_is_no_json_object_is_a_400(server: Running, body: bytes) ->
     error_of(server.http.post("/v1/chat/completions", content=body), 400)
 
 
-def test_unknown_paths_and_methods_answer_in_json(server: Running) -> None:
-    assert error_of(server.http.get("/v1/embeddings"), 404)["message"] == "unknown endpoint"
-    assert error_of(server.http.post("/v1/nothing", json={}), 404)["message"] == "unknown endpoint"
-    error_of(server.http.get("/v1/chat/completions"), 405)
-    assert "gpt-4" in error_of(server.http.get("/v1/models/gpt-4"), 404)["message"]
+def test_an_unknown_model_is_a_404_that_names_the_known_ones(server: Running) -> None:
+    for id in ("gpt-4", "", "a/b"):
+        error = error_of(server.http.get(f"/v1/models/{id}"), 404)
+        assert repr(id) in error["message"]
+        assert "ds4-tiny, deepseek-v4-flash, deepseek-v4-pro" in error["message"]
+        assert error["code"] == "model_not_found"
 
 
 def test_a_body_over_the_limit_is_a_413_with_and_without_its_length(server: Running) -> None:
@@ -145,14 +146,6 @@ def test_cors_options_and_health(server: Running) -> None:
 def test_without_cors_there_are_no_such_headers() -> None:
     with scripted(line("x")) as server:
         assert "access-control-allow-origin" not in server.http.get("/v1/models").headers
-
-
-def test_one_connection_serves_many_requests(server: Running) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        for _ in range(3):
-            assert client.get("/health").status_code == 200
-            answer = client.post("/v1/chat/completions", json={"messages": HELLO})
-            assert answer.json()["model"] == "ds4-tiny"
 
 
 class Gate:
@@ -262,8 +255,10 @@ def test_a_waiting_request_whose_client_leaves_takes_no_line_and_a_full_queue_is
         full = server.post({"messages": HELLO})
         assert full.status_code == 429
         assert full.json()["error"]["type"] == "rate_limit_error"
+        assert full.headers["retry-after"] == "5"
         queued.set()
         leaving.join()
+        wait_until(lambda: all(job.cancelled for job in list(server.worker._waiting)))
         gate.opened.set()
         first.join()
         assert server.worker.wait_idle(30)
@@ -334,6 +329,12 @@ def test_half_a_call_that_a_stop_string_leaves_is_no_call() -> None:
             call["function"]["arguments"] for one in choices for call in one["delta"].get("tool_calls", ())
         )
         assert json.loads(arguments) == {"city": "hello "}
+
+
+def test_a_conflict_tells_the_client_not_to_repeat_the_request(server: Running) -> None:
+    answer = server.post({"input": "x", "previous_response_id": "resp_gone"}, "/v1/responses")
+    assert answer.headers["x-should-retry"] == "false"
+    assert error_of(answer, 409)["param"] == "previous_response_id"
 
 
 @pytest.mark.parametrize("method", ["GET", "OPTIONS", "POST"])

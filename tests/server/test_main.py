@@ -21,9 +21,10 @@ from server_harness import line, scripted, tiny_tensors, tokenizer_metadata
 
 from ds4.errors import Ds4Error
 from ds4.gguf.writer import save
-from ds4.server.config import ServerConfig
+from ds4.server.config import ServerConfig, parse_args
 from ds4.server.main import listen, main
 from ds4.server.serve import GracefulServer, load_backend, open_trace
+from ds4.server.trace import Trace
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -323,3 +324,41 @@ def test_the_trace_tells_the_whole_story_of_a_request(tmp_path: Path) -> None:
     again = next(event for event in events if event["request"] == 2)
     assert again["source"] == "checkpoint"
     assert again["reused"] == prompt["tokens"] - 1
+
+
+def test_the_trace_is_complete_before_the_reply_ends(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    fails = {"fail_at": 2}
+    with scripted(line("</think>", "a"), line("</think>", "b", **fails), trace=trace) as server:
+        for stream in (False, True):
+            for last in ("finish", "error"):
+                server.worker.backend.chooser.__self__.taken = 0 if last == "finish" else 1  # type: ignore[attr-defined]
+                server.post({"messages": HELLO, "stream": stream})
+                events = [json.loads(text) for text in trace.read_text().splitlines()]
+                assert events[-1]["event"] == last
+
+
+def test_a_trace_says_what_was_injected_and_may_tell_of_a_store(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    trace = Trace(path)
+    for event in ("store", "load", "evict"):
+        trace.write(3, event, key="ab" * 20, tokens=512, bytes=1 << 20, reason="cold")
+    trace.close()
+    for text, event in zip(path.read_text().splitlines(), ("store", "load", "evict"), strict=True):
+        value = json.loads(text)
+        del value["t"]
+        assert value == {
+            "request": 3, "event": event, "key": "ab" * 20, "tokens": 512, "bytes": 1 << 20, "reason": "cold",
+        }  # fmt: skip
+
+
+def test_time_limits_are_flags_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_args(["--request-timeout", "90", "--step-timeout", "2.5"])
+    assert (config.request_timeout, config.step_timeout) == (90.0, 2.5)
+    assert (ServerConfig().request_timeout, ServerConfig().step_timeout) == (0, 0)
+    for flag in ("--request-timeout", "--step-timeout"):
+        for value in ("-1", "inf", "nan", "soon"):
+            with pytest.raises(SystemExit) as caught:
+                parse_args([f"{flag}={value}"])
+            assert caught.value.code == 2
+            assert flag.removeprefix("--").replace("-", "_") in capsys.readouterr().err.replace("-", "_")

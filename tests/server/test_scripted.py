@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
 import pytest
+import torch
 from server_harness import random_engine, tokenizer
 
 from ds4.engine import EngineConfig, Sampling
 from ds4.errors import Ds4Error
+from ds4.server import scripted as scripted_module
 from ds4.server.scripted import Line, ScriptedState, ScriptedTokenizer, load_script, read_script, scripted_backend
 from ds4.server.slots import Slot
 
@@ -69,12 +72,13 @@ def test_pieces_are_vocabulary_special_tokens_or_ids_above() -> None:
     assert extended.piece("｜DSML｜".encode()) == base.dsml
     assert extended.piece(b"a") == base.encode("a")[0]
     own = [extended.piece(piece) for piece in (b"<think", b"zzqq", b"\xf0\x9f")]
-    assert own == [base.vocab_size, base.vocab_size + 1, base.vocab_size + 2]
-    assert extended.ids == base.vocab_size + 3
+    assert len(set(own)) == 3
+    assert base.vocab_size <= min(own)
+    assert max(own) < extended.ids
     assert extended.decode([*own, base.think]) == b"<thinkzzqq\xf0\x9f<think>"
     assert extended.key_bytes([own[0], base.think]) == b"<think\xff<think>"
     with pytest.raises(Ds4Error):
-        extended.token_bytes(extended.ids)
+        extended.token_bytes(base.vocab_size)
 
 
 def test_lines_are_taken_in_order_and_the_last_repeats() -> None:
@@ -164,7 +168,7 @@ def test_a_scripted_session_goes_back_like_a_real_one() -> None:
     assert session.reused == 90
     session.sync([*range(1, 61), 7])
     assert session.reused == 40  # further back only at checkpoints
-    assert session.tokens == session.state.tokens == [*range(1, 61), 7]  # type: ignore[attr-defined]
+    assert session.tokens == session.state.tokens == [*range(1, 61), 7]
     fork = session.fork()
     fork.step(9)
     assert session.state.length == 61
@@ -172,7 +176,7 @@ def test_a_scripted_session_goes_back_like_a_real_one() -> None:
     other = made.engine.session()
     other.sync(range(1, 31))
     other.import_state(session.tokens, exported)
-    assert other.state.tokens == session.tokens  # type: ignore[attr-defined]
+    assert other.state.tokens == session.tokens
 
 
 def test_a_state_refuses_what_it_cannot_do() -> None:
@@ -217,3 +221,54 @@ def test_a_slot_knows_how_far_its_session_goes_back() -> None:
         branch.sync([*range(1, length + 1), 7], boundaries=[])
         assert slot.reachable(length) == branch.reused
     assert (slot.reachable(83), slot.reachable(82)) == (83, 0)
+
+
+def test_a_state_takes_its_own_tokens_to_another_script() -> None:
+    first = backend(Line((b"zzqq", b"\xf0\x9f", b"a")))
+    ids = [first.engine.tokenizer.piece(piece) for piece in (b"zzqq", b"\xf0\x9f", b"a")]
+    session = first.engine.session()
+    session.sync([*range(1, 31), *ids])
+    exported = session.export()
+    assert exported.extra == {ids[0]: b"zzqq", ids[1]: b"\xf0\x9f"}
+    assert first.engine.session().state.export().extra == {}
+
+    other = backend(Line((b"unheard-of", b"zzqq")))
+    tokens = other.engine.tokenizer
+    assert tokens.piece(b"zzqq") == ids[0]
+    assert tokens.piece(b"unheard-of") not in ids
+    with pytest.raises(Ds4Error):
+        tokens.token_bytes(ids[1])
+    continued = other.engine.session()
+    continued.import_state(session.tokens, exported)
+    assert tokens.decode(continued.tokens[30:]) == tokens.decode(continued.state.fork().tokens[30:])
+    assert tokens.decode(continued.tokens[30:]) == b"zzqq\xf0\x9fa"
+    assert continued.export(31).extra == {ids[1]: b"\xf0\x9f"}
+
+    strange = dataclasses.replace(exported, extra={ids[0]: b"other bytes"})
+    with pytest.raises(ValueError, match="stands for b'zzqq' here, but for b'other bytes'"):
+        other.engine.session().import_state(session.tokens, strange)
+
+
+def test_pieces_that_meet_at_one_id_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_module, "_PIECE_IDS", 6)
+    pieces = [b"zzqq", b"qqzz", b"zqzq"]
+    extended = ScriptedTokenizer(tokenizer(), pieces)
+    ids = [extended.piece(piece) for piece in pieces]
+    assert len(set(ids)) == 3
+    assert all(tokenizer().vocab_size <= id < extended.ids == tokenizer().vocab_size + 6 for id in ids)
+    assert extended.decode(ids) == b"".join(pieces)
+    extended.add([*pieces, b"a"])
+    with pytest.raises(Ds4Error, match="more than 3 different pieces"):
+        extended.add([b"qzqz"])
+
+
+def test_a_second_attempt_takes_the_next_line() -> None:
+    made = backend(Line((b"a",)), Line((b"b",), fail_prefill_at=3), Line((b"c",)))
+    session = made.engine.session()
+    session.sync([1])
+    chooser = made.chooser(session, Sampling())
+    assert tokenizer().token_bytes(chooser.choose(session.logits, False, frozenset())) == b"a"
+    again = chooser.again(session)
+    with pytest.raises(RuntimeError, match="token 3 of the prompt"):
+        session.sync(range(1, 5))
+    assert tokenizer().token_bytes(again.choose(torch.zeros(1), False, frozenset())) == b"b"

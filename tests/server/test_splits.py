@@ -105,14 +105,16 @@ def split(text: str, cuts: list[int]) -> list[str]:
 @settings(max_examples=60)
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 10_000), max_size=60), st.booleans())
 @example(TEXTS[2], list(range(400)), True)
+@example(TEXTS[6], list(range(400)), True)
 def test_any_split_gives_the_same_streamed_and_not(text: str, cuts: list[int], tools: bool) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     if tools:
         body["tools"] = [WEATHER]
     whole, streamed = answers(split(text, cuts), body)
     expected = parse(text, True, [WEATHER] if tools else None, recovered=False)
-    if text.startswith("thinking") and tools:
-        # Recovery closes the reasoning at the first complete tag, so what is read depends on where tokens end.
+    if tools and (text.startswith("thinking") or "nonsense" in text):
+        # Recovery closes the reasoning at the first complete tag, so what is read depends on where tokens end. And of
+        # a malformed block the model is told, so that the answer has two attempts.
         assert whole == streamed
         return
     assert whole["content"] == expected.text

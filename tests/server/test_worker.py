@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_harness import WEATHER, call_pieces, line, random_engine, script_backend
+from worker_harness import last, replies_to, request, run, scripted_worker
 
 from ds4.chat.message import Message, ToolCall
 from ds4.chat.tools import tool_schemas
-from ds4.engine import Sampling, Session
+from ds4.engine import Session
 from ds4.server import worker as worker_module
 from ds4.server.config import ServerConfig
 from ds4.server.request import ChatRequest, Done, Events, Failed, Reply
@@ -24,40 +23,8 @@ from ds4.server.trace import Trace
 from ds4.server.worker import Backend, QueueFullError, ShuttingDownError, Worker
 
 
-def request(*texts: str, tokens: int = 12, **options: Any) -> ChatRequest:
-    roles = ("user", "assistant")
-    return ChatRequest(
-        "m",
-        tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(texts)),
-        thinking=False,
-        sampling=Sampling(temperature=0),
-        max_tokens=tokens,
-        **options,
-    )
-
-
-def run(worker: Worker, requests: Sequence[ChatRequest], start: bool = True) -> list[Done]:
-    """Submit all at once and wait for all answers."""
-    replies: list[queue.Queue[Reply]] = [queue.Queue() for _ in requests]
-    for one, replied in zip(requests, replies, strict=True):
-        worker.submit(one, worker.prompts.build(one), replied.put)
-    if start:
-        worker.start()
-    answers = []
-    for replied in replies:
-        while not isinstance(reply := replied.get(timeout=60), Done):
-            assert not isinstance(reply, Failed), reply
-        answers.append(reply)
-    return answers
-
-
 def model_worker(**options: Any) -> Worker:
     return Worker(Backend(random_engine(), "m"), ServerConfig(ctx=4096, **options))
-
-
-def scripted_worker(*lines: dict[str, Any], chunk: int = 64, **options: Any) -> Worker:
-    config = ServerConfig(ctx=2048, **options)
-    return Worker(script_backend(*lines, config=config, chunk=chunk), config)
 
 
 def test_answers_of_one_batch_are_those_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,20 +197,6 @@ def test_a_handler_whose_loop_is_gone_is_a_client_that_left() -> None:
 
 
 # ---- what may go wrong without ending the worker ---------------------------------------------------------------------
-
-
-def replies_to(worker: Worker, *requests: ChatRequest) -> list[queue.Queue[Reply]]:
-    """Submit requests; their replies."""
-    replies: list[queue.Queue[Reply]] = [queue.Queue() for _ in requests]
-    for one, replied in zip(requests, replies, strict=True):
-        worker.submit(one, worker.prompts.build(one), replied.put)
-    return replies
-
-
-def last(replied: queue.Queue[Reply]) -> Done | Failed:
-    while not isinstance(reply := replied.get(timeout=30), Done | Failed):
-        pass
-    return reply
 
 
 class FullDisk:

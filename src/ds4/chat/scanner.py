@@ -49,7 +49,8 @@ class _Phase(Enum):
     TEXT = 2
     TAGS = 3  # in a block, between values
     VALUE = 4
-    DONE = 5
+    HELD = 5  # behind what makes a block unreadable, see `hold`
+    DONE = 6
 
 
 class Scanner:
@@ -63,6 +64,7 @@ class Scanner:
         parallel: whether more than one call is wanted; if not, the machine is done after the first.
         stops: ends the text behind the reasoning early.
         keep: collect the message (the decode state needs none).
+        hold: wait at a marked block that cannot be read and has no call yet, until `give_up` makes it text.
 
     Attributes:
         reasoning_closed: the end of the reasoning was seen, or there was none.
@@ -83,6 +85,7 @@ class Scanner:
         parallel: bool = True,
         stops: StopFilter | None = None,
         keep: bool = True,
+        hold: bool = False,
     ) -> None:
         self.reasoning_closed = not thinking
         self.saw_start = False
@@ -99,6 +102,8 @@ class Scanner:
         self._parallel = parallel
         self._stops = stops
         self._keep = keep
+        self._hold = hold
+        self._flushed = False
         self._buffer = ""
         self._space: list[str] = []  # white space that is text or part of a block, whatever follows
         self._events: list[Event] = []
@@ -134,6 +139,19 @@ class Scanner:
         if self._phase is _Phase.TAGS:
             return not self._bare or self._writer.depth > 0
         return self._phase is _Phase.VALUE
+
+    @property
+    def malformed(self) -> bool:
+        """Whether a marked block is no call, and that shows while nothing of it has left.
+
+        It breaks the grammar before its first call (and is held back, see `hold`), or it is over without one, or
+        `flush` said that nothing follows. Not so a block in plain XML: text that explains tags looks the same.
+        """
+        if self._phase is _Phase.HELD:
+            return True
+        cut = self._flushed and self.open_block and self.stop_string is None
+        over = cut or self._phase is _Phase.DONE
+        return over and self.saw_start and not (self._plain or self._writer.begun)
 
     @property
     def state(self) -> State:
@@ -189,12 +207,18 @@ class Scanner:
         if not self.in_reasoning:
             self._behind_reasoning(text)
 
-    def finish(self) -> list[Event]:
-        """The generation is over. Returns the remaining events; an open call is closed with what is there."""
-        if self.in_reasoning:
-            self.reasoning_closed = False
-            self._emit_reasoning(without_cut_tag(self._buffer) if self._tools else self._buffer)
-        else:
+    def give_up(self) -> list[Event]:
+        """Take a block that is held back as text after all, and hold none from now on."""
+        self._hold = False
+        if self._phase is _Phase.HELD:
+            self._give_up(self._problems[-1])
+            self._scan("")
+        return self._take()
+
+    def flush(self) -> list[Event]:
+        """Nothing follows: read what waited for a stop string. `finish` must come next, or `give_up` and `finish`."""
+        self._flushed = True
+        if not self.in_reasoning:
             if self._phase is _Phase.START:
                 self._phase = _Phase.TEXT
                 held, self._buffer = self._buffer, ""
@@ -202,6 +226,17 @@ class Scanner:
             if self._stops is not None and self.stop_string is None:
                 held, self.stop_string = self._stops.flush()
                 self._scan(held)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """The generation is over. Returns the remaining events; an open call is closed with what is there."""
+        self._events.extend(self.flush() + self.give_up())
+        if self.in_reasoning:
+            self.reasoning_closed = False
+            self._emit_reasoning(without_cut_tag(self._buffer) if self._tools else self._buffer)
+        else:
+            if self.open_block and self._plain and not self._writer.begun:
+                self._fail("the text ended at the start of a tool call")
             if self._phase is _Phase.TEXT:
                 self._emit_text("".join(self._space) + (without_cut_tag(self._buffer) if self._tools else self._buffer))
             elif self.failed:
@@ -284,6 +319,7 @@ class Scanner:
             _Phase.TEXT: self._text,
             _Phase.TAGS: self._tags,
             _Phase.VALUE: self._read_value,
+            _Phase.HELD: lambda: False,
             _Phase.DONE: self._ignore,
         }
         while self._buffer and steps[self._phase]():
@@ -365,12 +401,14 @@ class Scanner:
         tag = read_tag(buffer, 0, self._decode)
         if isinstance(tag, Grow):
             return False
-        if tag and tag.plain == self._plain:
+        ended = self._bare and not self._writer.depth and not self.failed
+        if tag and tag.plain == self._plain and not (ended and tag.word == "tool_calls" and not tag.closing):
             self._raw.extend(self._space)
             self._space.clear()
             self._consume(tag.end)
             self._take_tag(tag)
-        elif self._bare and not self._writer.depth and not self.failed:
+        elif ended:
+            # One block a turn: calls in a block behind bare ones would be made twice.
             self._phase = _Phase.DONE
         else:
             self._fail("text between the tags of a tool call")
@@ -387,7 +425,9 @@ class Scanner:
                 self._fail(f"a tool call block ended or began inside the call of {writer.name!r}")
             elif not tag.closing:
                 self._fail("a tool call block began inside another")
-            if tag.closing:
+            if tag.closing and self._plain and not writer.begun:
+                self._fail("a tool call block without a call")
+            elif tag.closing:
                 self.saw_end = True
                 self._phase = _Phase.DONE
         elif tag.word == "invoke":
@@ -498,7 +538,10 @@ class Scanner:
             return
         self._problems.append(message)
         if not self._writer.begun:
-            self._give_up(message)
+            if self._hold and not self._plain:
+                self._phase = _Phase.HELD
+            else:
+                self._give_up(message)
             return
         self.failed = True
         self._close_call()

@@ -48,6 +48,7 @@ class StreamParser:
         stops: strings that end the text; they are not looked for in reasoning.
         parallel: False stops after the first call.
         profile: the template profile, which says whether values are escaped.
+        hold: wait at a block of which nothing has left when it shows that it cannot be read (see `malformed`).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StreamParser:
         stops: Sequence[str] = (),
         parallel: bool = True,
         profile: str = "official",
+        hold: bool = False,
     ) -> None:
         self._scanner = Scanner(
             thinking,
@@ -65,6 +67,7 @@ class StreamParser:
             decode=profile == "ds4",
             parallel=parallel,
             stops=StopFilter(stops) if any(stops) else None,
+            hold=hold,
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._finished = False
@@ -77,6 +80,14 @@ class StreamParser:
         """Take text that was fed to the model to close its reasoning (bare calls of active tools count from now)."""
         self._scanner.recover()
         return self._feed(text)
+
+    def settle(self) -> list[Event]:
+        """The model ended its sentence: returns the events of what was held back. Then `malformed` is certain."""
+        return merge(self._scanner.feed(self._decoder.decode(b"", True)) + self._scanner.flush())
+
+    def give_up(self) -> list[Event]:
+        """Read a malformed block as text after all; returns its events."""
+        return merge(self._scanner.give_up())
 
     def finish(self, reason: str = "stop") -> list[Event]:
         """The generation is over; returns the remaining events, the last of them Finish.
@@ -113,6 +124,19 @@ class StreamParser:
         if self._scanner.finished_calls:
             return "tool_calls"
         return "stop" if self._scanner.stop_string is not None else None
+
+    @property
+    def malformed(self) -> bool:
+        """Whether calls are malformed and no event tells of them yet: the model may be asked again.
+
+        With `hold` that is known as soon as a block breaks the grammar, and else at its end or after `settle`.
+        """
+        return self._scanner.malformed
+
+    @property
+    def failed(self) -> bool:
+        """Whether calls are malformed, though a call was announced before that showed."""
+        return self._scanner.failed
 
     @property
     def calls_begun(self) -> int:

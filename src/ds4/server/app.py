@@ -1,71 +1,89 @@
-"""The HTTP side: routes, errors as each API writes them, and the headers for web pages."""
+"""The HTTP side: what is at which path, and what a request goes through."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from ds4 import __version__
 from ds4.errors import RequestError
+from ds4.server import openapi
+from ds4.server.api import messages
 from ds4.server.api.base import Api, ApiContext, Ask
-from ds4.server.api.models import model_ids, model_object
+from ds4.server.api.models import model_ids, model_list, model_object
 from ds4.server.api.registry import APIS
 from ds4.server.bodies import ClientGoneError, JsonResponse, parse_json, read_body
 from ds4.server.config import ServerConfig
+from ds4.server.docs_page import HEADERS, page
+from ds4.server.edges import Edges, error_body
 from ds4.server.errors import ApiError, from_request_error
 from ds4.server.exchange import EventStream, Exchange
 from ds4.server.request import Failed
 from ds4.server.worker import Worker
 
-MAX_HEADER_BYTES = 64 << 10
-"""Most bytes of a request's target and headers together."""
-
 _LONG_BODY = 256 << 10
 """Bodies of more bytes are read in a thread."""
 
-_CORS = [
-    (b"access-control-allow-origin", b"*"),
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"*"),
-]
+_ABOUT = "A DeepSeek V4 model on this machine. All APIs answer from the same model and share its live conversations."
 
 
 def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     """The application over a worker, which the caller starts and stops."""
-    app = FastAPI(title="ds4", version=__version__, redoc_url=None)
+    # The pages of FastAPI load scripts from elsewhere; ours need no network.
+    app = FastAPI(
+        title="ds4",
+        version=__version__,
+        description=_ABOUT,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     loaded = worker.backend.name
     context = worker.engine.context
     apis = ApiContext(config, loaded, worker.turns)
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         status = "ok" if worker.alive else "failed"
         value = {"status": status, "model": loaded, "context_length": context, **worker.status()}
         return JsonResponse(value, 200 if worker.alive else 503)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_object(id, loaded, context, config) for id in model_ids(loaded)]}
+    async def models(request: Request) -> Response:
+        return JsonResponse(model_list(loaded, context, config))
 
-    @app.get("/v1/models/{id:path}")
-    async def model(id: str) -> dict[str, Any]:
+    async def model(request: Request) -> Response:
+        id = request.path_params["id"]
         if id not in model_ids(loaded):
-            raise ApiError(404, f"model {id!r} is not known: use one of {', '.join(model_ids(loaded))}", param="model")
-        return model_object(id, loaded, context, config)
+            text = f"model {id!r} is not known: use one of {', '.join(model_ids(loaded))}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return JsonResponse(model_object(id, loaded, context, config))
 
+    async def schema(request: Request) -> Response:
+        return JsonResponse(description)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page(description), headers=dict(HEADERS))
+
+    app.add_api_route("/health", health, **openapi.health_operation())
+    app.add_api_route("/v1/models", models, **openapi.models_operation())
+    app.add_api_route("/v1/models/{id:path}", model, **openapi.model_operation())
     for api in APIS:
-        app.add_api_route(
-            api.path, _endpoint(api, worker, apis), methods=["POST"], summary=api.summary, **_body_schema(api.body)
-        )
+        app.add_api_route(api.path, _endpoint(api, worker, apis), **openapi.api_operation(api))
+    app.add_api_route(
+        f"{messages.API.path}/count_tokens",
+        _token_count(messages.API, worker, apis),
+        **openapi.count_operation(messages.API),
+    )
+    description = openapi.describe(app, keys_needed=bool(config.api_keys))
+    for path, handler in (("/openapi.json", schema), ("/docs", docs)):
+        app.add_api_route(path, handler, include_in_schema=False)
 
     _handle_errors(app)
-    app.add_middleware(_Edges, cors=config.cors)
+    app.add_middleware(Edges, cors=config.cors, keys=config.api_keys)
     return app
 
 
@@ -99,6 +117,20 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
     return answer
 
 
+def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Request], Awaitable[Response]]:
+    """What counts the tokens of one API's requests; nothing is queued for it."""
+
+    async def count(request: Request) -> Response:
+        ask = await read_ask(request, api, context)
+        try:
+            tokens = await asyncio.to_thread(worker.prompts.count, ask.request)
+        except RequestError as error:
+            raise from_request_error(error, messages=api.conversation) from None
+        return JsonResponse({"input_tokens": tokens})
+
+    return count
+
+
 async def read_ask(request: Request, api: Api, context: ApiContext) -> Ask:
     """The request in a body. Raises ApiError, ClientGoneError."""
     data = await read_body(request, context.config.max_body_bytes)
@@ -108,27 +140,11 @@ async def read_ask(request: Request, api: Api, context: ApiContext) -> Ask:
     return api.parse(parse_json(data), context)
 
 
-def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The description of a body that the endpoint reads itself, for the page at /docs."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    inlined = _inline(schema, definitions)
-    content = {"application/json": {"schema": inlined}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
-
-
-def _inline(value: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str):
-            return _inline(definitions[reference.rsplit("/", 1)[1]], definitions)
-        return {key: _inline(item, definitions) for key, item in value.items()}
-    return [_inline(item, definitions) for item in value] if isinstance(value, list) else value
-
-
 def _handle_errors(app: FastAPI) -> None:
     def respond(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-        return JsonResponse(error_body(error, request.url.path), error.status, {**error.headers(), **(headers or {})})
+        return JsonResponse(
+            error_body(error, request.scope["path"]), error.status, {**error.headers(), **(headers or {})}
+        )
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -137,57 +153,12 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         text = {404: "unknown endpoint", 405: "method not allowed"}.get(error.status_code, str(error.detail))
-        return respond(request, ApiError(error.status_code, text), error.headers)
+        headers = dict(error.headers or {})
+        if "Allow" in headers:
+            allowed = {*headers["Allow"].split(", "), "OPTIONS"}
+            headers["Allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+        return respond(request, ApiError(error.status_code, text), headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def defect(request: Request, error: Exception) -> Response:
-        # The traceback is logged by the server below.
-        return respond(request, ApiError(500, "internal error; see the server's log"))
-
-
-def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """The body of an error in the shape of the API that a path belongs to."""
-    anthropic = any(api.anthropic and (path == api.path or path.startswith(api.path + "/")) for api in APIS)
-    return error.anthropic() if anthropic else error.openai()
-
-
-class _Edges:
-    """What holds for every path.
-
-    OPTIONS has an empty answer, with `cors` web pages may read the answers, and headers have a greatest size.
-    """
-
-    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]], cors: bool) -> None:
-        self._app = app
-        self._headers = _CORS if cors else []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *self._headers]
-            await send(message)
-
-        if _head_bytes(scope) > MAX_HEADER_BYTES:
-            error = ApiError(431, f"the request's target and headers are larger than {MAX_HEADER_BYTES} bytes together")
-            await JsonResponse(error_body(error, scope["path"]), error.status, {"connection": "close"})(
-                scope, receive, with_headers
-            )
-        elif scope["method"] == "OPTIONS":
-            await with_headers({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            await self._app(scope, receive, with_headers)
-
-
-def _head_bytes(scope: Any) -> int:
-    """Bytes of a request's target and headers, each header with its colon and line break."""
-    target = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
-    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +13,9 @@ from ds4.server.errors import ApiError
 
 MAX_DEPTH = 256
 """Deepest nesting of a request body."""
+
+MAX_VALUES = 2 << 20
+"""Most commas and opening brackets of a request body: in memory a value is far larger than there."""
 
 
 class ClientGoneError(Exception):
@@ -43,7 +47,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request. Raises ApiError 413, ClientGoneError."""
     too_large = ApiError(413, f"the request body is larger than {limit} bytes")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if length.isdecimal() and int(length) > limit:
         raise too_large
     body = bytearray()
     try:
@@ -57,11 +61,22 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A body as a JSON object. Raises ApiError 400."""
+    """A body as a JSON object. Raises ApiError 400 and 413."""
+    if not body:
+        raise ApiError(400, "invalid JSON request: the body is empty")
+    if len(body) > MAX_VALUES and sum(body.count(byte) for byte in b",[{") > MAX_VALUES:
+        raise ApiError(413, f"the request body has more than {MAX_VALUES} commas and brackets")
     try:
-        value = json.loads(body, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ApiError(400, f"invalid JSON request: nested deeper than {MAX_DEPTH} levels") from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"invalid JSON request: not UTF-8 at byte {error.start}") from None
+    except (json.JSONDecodeError, _NumberError) as error:
         raise ApiError(400, f"invalid JSON request: {error}") from None
+    except ValueError:
+        # The interpreter's limit, as reading them takes time with the square of their length.
+        raise ApiError(400, "invalid JSON request: a number has too many digits") from None
     if not isinstance(value, dict):
         raise ApiError(400, "invalid JSON request: the body must be an object")
     if _depth(value) > MAX_DEPTH:
@@ -69,8 +84,19 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+class _NumberError(ValueError):
+    """A number that cannot be used."""
+
+
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise _NumberError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (math.inf, -math.inf):
+        raise _NumberError(f"the number {text[:40]} is too large")
+    return value
 
 
 def _depth(value: Any) -> int:

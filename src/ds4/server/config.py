@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,8 +27,7 @@ NOT_BUILT = frozenset(
         "--kv-cache-cold-max-tokens", "--kv-cache-continued-interval-tokens", "--kv-cache-boundary-trim-tokens",
         "--kv-cache-boundary-align-tokens", "--kv-cache-reject-different-quant", "--batched-session",
         "--mixed-prefill-quantum", "--vision", "--role", "--layers", "--listen", "--coordinator", "--tensor-parallel",
-        "--transport", "--raw-completions", "--request-timeout", "--step-timeout", "--api-key", "--api-key-file",
-        "--strict-tools",
+        "--transport", "--strict-tools",
     }
 )  # fmt: skip
 
@@ -60,12 +60,18 @@ class ServerConfig:
         template: chat template, `official` or `ds4`.
         effort_profile: `preview` or `0731`: what effort names mean.
         think_default: thinking if a request does not say; None: each API's own default.
+        raw_completions: prompts of /v1/completions are continued as they stand, without the chat format.
         cors: allow requests from web pages.
+        api_keys: requests need one of them; none: everybody has access.
+        api_key_file: file of further keys, one a line.
         trace: file that gets one JSON line per event.
         scripted: JSON Lines file that replaces the model (see docs/testing.md).
         scripted_kv_bytes: bytes of scripted state per token.
         max_queue: requests that may wait; 0: no limit.
         max_sessions: conversations kept live.
+        request_timeout: seconds a request may take, from its arrival on; 0: no limit.
+        step_timeout: seconds one step of the model may take; then its requests fail, and the live conversations are
+            given up; 0: no limit.
         safe_client_text: text of clients never becomes special tokens.
         think_recovery: a tool call begun inside reasoning closes the reasoning.
         replay: repeat the sampled bytes of tool calls when a client sends them back.
@@ -87,12 +93,17 @@ class ServerConfig:
     template: str = "official"
     effort_profile: str = "preview"
     think_default: bool | None = None
+    raw_completions: bool = False
     cors: bool = False
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
     trace: Path | None = None
     scripted: Path | None = None
     scripted_kv_bytes: int = 64
     max_queue: int = 1024
     max_sessions: int = 8
+    request_timeout: float = 0.0
+    step_timeout: float = 0.0
     safe_client_text: bool = True
     think_recovery: bool = True
     replay: bool = True
@@ -111,6 +122,9 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Ds4Error(f"{name} is {value}, but must be at least 1")
+        for name in ("request_timeout", "step_timeout"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be a number of seconds, or 0 for no limit")
         if self.threads is not None and self.threads > MAX_THREADS:
             raise Ds4Error(f"threads is {self.threads}, but must be at most {MAX_THREADS}")
         # An empty address would mean all networks of the machine.
@@ -120,6 +134,17 @@ class ServerConfig:
             raise Ds4Error("scripted_kv_bytes and tool_memory_max_ids cannot be negative")
         if not 0 <= self.port <= 65535:
             raise Ds4Error(f"port is {self.port}, but must be from 0 to 65535")
+        for key in self.api_keys:
+            check_api_key(key)
+
+
+def check_api_key(key: str) -> str:
+    """The key, if a header can carry it. Raises Ds4Error, which does not show it."""
+    if not key:
+        raise Ds4Error("the API key is empty")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise Ds4Error("the API key has a space or a character that is not ASCII; a header cannot carry it")
+    return key
 
 
 class _Parser(argparse.ArgumentParser):
@@ -162,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the server's command line."""
     parser = _Parser(
         prog="ds4-server",
-        description="Serve a DeepSeek V4 model over HTTP with OpenAI's chat API.",
+        description="Serve a DeepSeek V4 model over HTTP with OpenAI's and Anthropic's APIs.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -193,6 +218,9 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--effort-profile", choices=("preview", "0731"), help="meaning of effort names (preview)")
     chat.add_argument("--think-default", choices=("on", "off"), help="thinking if a request does not say")
     chat.add_argument("--safe-client-text", action=on_off, help="clients' text never becomes special tokens (on)")
+    chat.add_argument(
+        "--raw-completions", action="store_true", help="/v1/completions continues prompts as they stand, not as a chat"
+    )
     chat.add_argument("--no-think-recovery", action="store_true", help="leave a tool call inside reasoning alone")
     chat.add_argument("--disable-exact-dsml-tool-replay", action="store_true", help="always write calls anew")
     chat.add_argument("--tool-memory-max-ids", type=int, metavar="N", help="tool calls remembered for replay (100000)")
@@ -200,8 +228,31 @@ def build_parser() -> argparse.ArgumentParser:
     http = parser.add_argument_group("server")
     http.add_argument("--host", help="address to listen on (127.0.0.1)")
     http.add_argument("--port", type=int, metavar="N", help="port to listen on (8000)")
+    http.add_argument(
+        "--api-key",
+        dest="api_keys",
+        action="append",
+        metavar="KEY",
+        help="requests need this key; may be repeated. Other users of the machine see it in the list of processes:"
+        " --api-key-file and the environment variable DS4_API_KEY do not show it",
+    )
+    http.add_argument(
+        "--api-key-file", type=_path, metavar="FILE", help="requests need one of the keys in this file, one a line"
+    )
     http.add_argument("--cors", action="store_true", help="allow requests from web pages")
     http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; 0: no limit (1024)")
+    http.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end requests that take longer, waiting included; 0: no limit (0)",
+    )
+    http.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="give up a step of the model that takes longer, and all live conversations with it; 0: no limit (0)",
+    )
     http.add_argument("--chdir", type=_path, metavar="DIR", help="change to this directory first")
 
     testing = parser.add_argument_group("testing")
@@ -217,8 +268,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: Sequence[str]) -> ServerConfig:
-    """The configuration that a command line asks for.
+def parse_args(argv: Sequence[str], key: str | None = None) -> ServerConfig:
+    """The configuration that a command line asks for; `key` is the environment's API key, if it names none.
 
     Exits with status 2 and a message for an unknown flag, one that is not built yet or that only `ds4` has, or a bad
     value; 0 for --help and --version.
@@ -243,7 +294,15 @@ def parse_args(argv: Sequence[str]) -> ServerConfig:
         options["think_recovery"] = False
     if options.pop("disable_exact_dsml_tool_replay", False):
         options["replay"] = False
-    known = {field.name for field in fields(ServerConfig)}
+    if "api_keys" in options:
+        options["api_keys"] = tuple(options["api_keys"])
+    elif "api_key_file" not in options and key is not None:
+        try:
+            # An empty one is refused as well: who sets it wants a key, and would serve everybody.
+            options["api_keys"] = (check_api_key(key),)
+        except Ds4Error as error:
+            parser.error(f"the environment variable DS4_API_KEY: {error}")
+    known = {entry.name for entry in fields(ServerConfig)}
     try:
         return ServerConfig(**{name: value for name, value in options.items() if name in known})
     except Ds4Error as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from ds4.chat.events import Event, Finish
 from ds4.chat.message import Message
 from ds4.chat.stream import StreamParser
 from ds4.engine import Sampler, Sampling, Session
+from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace, printable
 from ds4.tokenizer import Tokenizer
@@ -31,6 +32,10 @@ class Chooser(Protocol):
 
     def take_skipped(self) -> list[int]:
         """Tokens that would have been taken since the last time, had they not been forbidden."""
+        ...
+
+    def again(self, session: Session) -> Chooser:
+        """What chooses the tokens of a second attempt at the same answer."""
         ...
 
 
@@ -58,6 +63,10 @@ class SamplingChooser:
         """See `Chooser`; only the most probable token counts."""
         skipped, self._skipped = self._skipped, []
         return skipped
+
+    def again(self, session: Session) -> Chooser:
+        """See `Chooser`; the stream of random numbers goes on, so that the attempts differ."""
+        return self
 
     def _allowed(self, vocab: int, forbidden: frozenset[int]) -> Tensor:
         mask = self._masks.get(forbidden)
@@ -96,6 +105,8 @@ class Generation:
         fresh: tokens to evaluate next: the sampled one, and what was injected behind it.
         completion, reasoning: tokens sampled or injected so far, without the end-of-sentence token.
         ending: how it ended, or None while it goes on.
+        malformed: what is wrong with the tool calls, if the model may be asked again as nobody has seen them. Then
+            either `earlier` or `give_up` comes next.
     """
 
     def __init__(
@@ -111,34 +122,89 @@ class Generation:
         profile: str,
         think_recovery: bool,
         trace: Trace,
+        first: Earlier | None = None,
     ) -> None:
-        """`opened`: the prompt's last token. `limit`: most tokens of the answer."""
+        """`opened`: the prompt's last token. `limit`: most tokens. `first`: the attempt that this one continues."""
         self.number, self.request, self.session = number, request, session
         self.fresh: list[int] = []
-        self.completion = 0
-        self.reasoning = 0
+        self.completion = first.completion if first else 0
+        self.reasoning = first.reasoning if first else 0
         self.ending: Ending | None = None
+        self.malformed: str | None = None
         self._chooser, self._tokenizer, self._trace = chooser, tokenizer, trace
-        self._limit = limit
+        self._limit = self.completion + limit
         self._profile = profile
         self._recovery = think_recovery and request.tools_active
         self._thinking = opened == tokenizer.think
         self._tools = request.tools if request.tools_active else None
+        self._first = first
+        self._may_retry = first is None and self._tools is not None
         self._parser = StreamParser(
-            self._thinking, self._tools, stops=request.stop, parallel=request.parallel_calls, profile=profile
+            self._thinking,
+            self._tools,
+            stops=request.stop,
+            parallel=request.parallel_calls,
+            profile=profile,
+            hold=self._may_retry,
         )
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
         self._recovered = False
+        self._over = False
         self._text: list[bytes] = []
 
     def step(self) -> list[Event]:
         """Choose the next token from the session's logits; returns the events it completes.
 
-        Afterwards either `ending` is set, or `fresh` holds the tokens to evaluate before the next step.
+        Afterwards either `ending` or `malformed` is set, or `fresh` holds the tokens to evaluate before the next step.
         """
+        self.fresh = []
         if self.completion >= self._limit:
             return self._end("length")
+        token = self._choose()
+        self.session.pending = token
+        if token == self._tokenizer.eos:
+            self._over = True
+            events = self._parser.settle()
+        else:
+            self.fresh = [token]
+            events = self._take(token)
+        if self._may_retry and self.completion < self._limit and self._is_malformed():
+            problems = self._parser.message.problems
+            self.malformed = problems[-1] if problems else "a tool call block without a call"
+            return self._joined(events)
+        return self._joined(events) + self._go_on()
+
+    def earlier(self, injected: int) -> Earlier:
+        """This attempt, for the one that comes after `injected` tokens about its malformed calls."""
+        message = self._parser.message
+        if self.malformed not in message.problems:
+            message = replace(message, problems=(*message.problems, self.malformed or ""))
+        return Earlier(message, self.completion + injected, self.reasoning)
+
+    def give_up(self) -> list[Event]:
+        """There is no second attempt: go on with the malformed calls as text, or as an error where they have begun."""
+        self.malformed = None
+        self._may_retry = False
+        return self._joined(self._parser.give_up()) + self._go_on()
+
+    def _is_malformed(self) -> bool:
+        # Of an answer that is not streamed nobody has seen calls that have begun.
+        return self._parser.malformed or (self._parser.failed and not self.request.streamed)
+
+    def _go_on(self) -> list[Event]:
+        if self._over or self._parser.done:
+            return self._end("stop")
+        if self.completion >= self._limit:
+            return self._end("length")
+        if self._recovery and not self._recovered and self._state.dangling_start:
+            return self._joined(self._close_reasoning())
+        return []
+
+    def _joined(self, events: list[Event]) -> list[Event]:
+        return self._first.events(events) if self._first else events
+
+    def _choose(self) -> int:
         greedy = self._state.greedy
         forbidden = self._forbidden()
         token = self._chooser.choose(self.session.logits, greedy, forbidden)
@@ -148,18 +214,7 @@ class Generation:
             for passed_over in skipped:
                 self._trace_piece(passed_over, greedy, allowed=False)
             self._trace_piece(token, greedy, allowed=token not in forbidden)
-        self.session.pending = token
-        if token == self._tokenizer.eos:
-            return self._end("stop")
-        self.fresh = [token]
-        events = self._take(token)
-        if self._parser.done:
-            return events + self._end("stop")
-        if self.completion >= self._limit:
-            return events + self._end("length")
-        if self._recovery and not self._recovered and self._state.dangling_start:
-            events += self._close_reasoning()
-        return events
+        return token
 
     def _take(self, token: int) -> list[Event]:
         piece = self._tokenizer.token_bytes(token)
@@ -195,7 +250,7 @@ class Generation:
         *events, last = self._parser.finish(reason)
         if not isinstance(last, Finish):
             raise TypeError("the parser did not finish")
-        message = last.message
+        message = self._first.join(last.message) if self._first else last.message
         self.fresh = []
         self.ending = Ending(
             last.reason,
@@ -203,12 +258,13 @@ class Generation:
             last.stop_string,
             bindable=last.reason in ("stop", "tool_calls") and last.stop_string is None and message.complete,
         )
-        return events
+        return self._joined(events)
 
     def whole_text(self) -> Message:
         """The answer read as a whole: calls that cannot be read are text in it. For answers that were not streamed."""
         text = b"".join(self._text).decode(errors="replace")
-        return parse(text, self._thinking, self._tools, profile=self._profile, recovered=self._recovered)
+        message = parse(text, self._thinking, self._tools, profile=self._profile, recovered=self._recovered)
+        return self._first.join(message) if self._first else message
 
     def _trace_piece(self, token: int, greedy: bool, allowed: bool) -> None:
         self._trace.write(

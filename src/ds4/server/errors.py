@@ -23,6 +23,7 @@ _HEADERS: Mapping[int, dict[str, str]] = MappingProxyType(
         # Clients repeat a request that met a conflict; what was lost does not come back.
         409: {"x-should-retry": "false"},
         401: {"www-authenticate": "Bearer"},
+        429: {"retry-after": "5"},
     }
 )
 
@@ -60,7 +61,9 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The body in the shape of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message, **self.extra}}
+        # These words are how clients of that API notice that a conversation has to be shortened.
+        start = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        return {"type": "error", "error": {"type": kind, "message": start + self.message, **self.extra}}
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to the status."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from ds4.chat.effort import resolve
+from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.chat.template import BOS, render
-from ds4.errors import ContextOverflowError
 from ds4.server.config import ServerConfig
+from ds4.server.encoding import Encoder
 from ds4.server.replay import ReplayMemory
 from ds4.server.request import ChatRequest, Prompt
 from ds4.tokenizer import Tokenizer
@@ -20,29 +24,37 @@ class PromptBuilder:
         self._config = config
         self._context = context
         self._replay = replay
+        self._encoder = Encoder(tokenizer, context)
 
     def encode(self, text: Rendered) -> list[int]:
         """Tokens of rendered text; special strings in clients' text count only if the server was told so."""
-        return self._tokenizer.encode_chat(text if self._config.safe_client_text else str(text))
+        return self._encoder.encode(self._trusted(text))
 
     def build(self, request: ChatRequest) -> Prompt:
         """The prompt of a request. Raises RequestError, and ContextOverflowError if it does not fit."""
-        text = self._render(request)
-        ids = self.encode(text)
-        if len(ids) >= self._context:
-            raise ContextOverflowError(len(ids), self._context)
-        return Prompt(text, ids, self._tokenizer.key_bytes(ids))
+        replayed: Counter[str] = Counter()
+        messages = self._messages(request, replayed)
+        text = self._render(request, messages)
+        ids = self._encoder.encode_prompt(self._trusted(text))
+        return Prompt(text, ids, self._tokenizer.key_bytes(ids), messages, replayed)
 
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of the prompt, whether it fits or not. Raises RequestError."""
-        return len(self.encode(self._render(request)))
+        return self._encoder.count(self._trusted(self._render(request, self._messages(request, Counter()))))
 
-    def _render(self, request: ChatRequest) -> Rendered:
+    def _trusted(self, text: Rendered) -> str:
+        """The text, with its client spans if these count."""
+        return text if self._config.safe_client_text else str(text)
+
+    def _messages(self, request: ChatRequest, replayed: Counter[str]) -> tuple[Message, ...]:
+        """The messages with the sampled bytes of their calls, as far as these are known."""
+        if self._replay is None:
+            return request.messages
+        return tuple(self._replay.attach(message, replayed) for message in request.messages)
+
+    def _render(self, request: ChatRequest, messages: Sequence[Message]) -> Rendered:
         if request.text is not None:
             return BOS + Rendered(request.text, ((0, len(request.text)),))
-        messages = request.messages
-        if self._replay is not None:
-            messages = tuple(self._replay.attach(message) for message in messages)
         effort = request.effort
         if request.thinking:
             effort = resolve(effort, self._config.effort_profile, self._context)

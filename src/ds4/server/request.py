@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds4.chat.events import Event
@@ -33,6 +33,7 @@ class ChatRequest:
         text: a prompt to be continued as it stands, without the chat format; then `messages` is empty.
         response_id: the answer's id on the wire, under which it can be continued later; empty: it cannot.
         front: how many of the messages at the start belong to this request only, and not to what follows it.
+        remembered: whether later requests may continue the answer by its id, or by those of its calls.
     """
 
     model: str
@@ -50,6 +51,7 @@ class ChatRequest:
     text: str | None = None
     response_id: str = ""
     front: int = 0
+    remembered: bool = False
 
     @property
     def tools_active(self) -> bool:
@@ -65,11 +67,15 @@ class Prompt:
         text: the prompt with its client spans.
         ids: its tokens.
         key: its key bytes (see `Tokenizer.key_bytes`).
+        messages: what was rendered, with the sampled bytes of known calls; empty for a raw prompt.
+        replay: how the assistant messages with calls were written (see `ReplayMemory.attach`): how many in each way.
     """
 
     text: Rendered
     ids: list[int]
     key: bytes
+    messages: tuple[Message, ...] = ()
+    replay: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ against any answer, however rare, in milliseconds. See docs/testing.md for the f
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ _REACH = FREE_TRUNCATION + 1
 """Tokens a state reaches back: one more than may be cut off, so that the last one kept can be evaluated again."""
 
 _BASE64 = "base64:"
+
+_PIECE_IDS = 1 << 16
+"""Ids above the vocabulary that pieces can have; at most half of them are used, so that few meet."""
 
 
 @dataclass(frozen=True)
@@ -113,27 +117,40 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 class ScriptedTokenizer(Tokenizer):
-    """A real tokenizer that also knows the pieces of a script, under ids above its vocabulary."""
+    """A real tokenizer that also knows the pieces of a script, under ids above its vocabulary.
+
+    Such an id is made from the piece's bytes, so it means the same under another script: states are kept with their
+    tokens, and may be continued by another process.
+
+    Attributes:
+        ids: number of ids, those for pieces included; they run from 0, though not all of these are in use.
+    """
 
     def __init__(self, base: Tokenizer, pieces: Sequence[bytes]) -> None:
         self.__dict__.update(base.__dict__)
         special = frozenset(base.special.values())
-        known = {base.token_bytes(id): id for id in range(base.vocab_size) if id not in special}
-        known |= {text.encode(): id for text, id in base.special.items()}
-        self._extra: list[bytes] = []
-        self._pieces: dict[bytes, int] = {}
+        self._pieces = {base.token_bytes(id): id for id in range(base.vocab_size) if id not in special}
+        self._pieces |= {text.encode(): id for text, id in base.special.items()}
+        self._extra: dict[int, bytes] = {}
+        self.ids = base.vocab_size + _PIECE_IDS
+        self.add(pieces)
+
+    def add(self, pieces: Iterable[bytes]) -> None:
+        """Give ids to more pieces. Raises Ds4Error if there are too many."""
         for piece in pieces:
             if piece not in self._pieces:
-                if piece in known:
-                    self._pieces[piece] = known[piece]
-                else:
-                    self._pieces[piece] = base.vocab_size + len(self._extra)
-                    self._extra.append(piece)
+                self._pieces[piece] = self._new_id(piece)
 
-    @property
-    def ids(self) -> int:
-        """Number of ids, those of pieces included."""
-        return self.vocab_size + len(self._extra)
+    def _new_id(self, piece: bytes) -> int:
+        if len(self._extra) >= _PIECE_IDS // 2:
+            raise Ds4Error(f"the script has more than {_PIECE_IDS // 2} different pieces that are no tokens")
+        salt = 0
+        while True:
+            digest = hashlib.blake2b(piece, digest_size=8, salt=salt.to_bytes(8, "little")).digest()
+            id = self.vocab_size + int.from_bytes(digest, "little") % _PIECE_IDS
+            if self._extra.setdefault(id, piece) == piece:
+                return id
+            salt += 1
 
     def piece(self, piece: bytes) -> int:
         """The id of a piece of the script."""
@@ -141,8 +158,18 @@ class ScriptedTokenizer(Tokenizer):
 
     def token_bytes(self, id: int) -> bytes:
         """See `Tokenizer.token_bytes`; knows the ids of pieces too."""
-        extra = id - self.vocab_size
-        return self._extra[extra] if 0 <= extra < len(self._extra) else super().token_bytes(id)
+        piece = self._extra.get(id)
+        return super().token_bytes(id) if piece is None else piece
+
+    def extra(self, tokens: Sequence[int]) -> dict[int, bytes]:
+        """The bytes of those tokens that are no tokens of the vocabulary."""
+        return {id: self.token_bytes(id) for id in set(tokens) if id >= self.vocab_size}
+
+    def learn(self, extra: Mapping[int, bytes]) -> None:
+        """Take over what `extra` said in another process. Raises ValueError if an id is taken by other bytes."""
+        for id, piece in extra.items():
+            if self._extra.setdefault(id, piece) != piece:
+                raise ValueError(f"token id {id} stands for {self._extra[id]!r} here, but for {piece!r} in the state")
 
 
 @dataclass
@@ -174,19 +201,20 @@ class ScriptedCheckpoint:
 
 @dataclass(frozen=True)
 class ScriptedExport:
-    """A scripted state as data."""
+    """A scripted state as data; `extra` has the bytes of its tokens that are in no vocabulary."""
 
     start: int
     checkpoint: ScriptedCheckpoint
     tokens: tuple[int, ...]
     padding: bytes
+    extra: Mapping[int, bytes] = field(default_factory=dict)
 
 
 class ScriptedState:
     """A state that remembers its tokens. It can go back exactly as far as a real one can."""
 
-    def __init__(self, kv_bytes: int) -> None:
-        self.kv_bytes = kv_bytes
+    def __init__(self, kv_bytes: int, tokenizer: ScriptedTokenizer | None = None) -> None:
+        self.kv_bytes, self._tokenizer = kv_bytes, tokenizer
         self.tokens: list[int] = []
         self.length = 0
         self.floor = 0
@@ -219,7 +247,7 @@ class ScriptedState:
 
     def fork(self) -> ScriptedState:
         """See `ds4.engine.engine.State`."""
-        other = ScriptedState(self.kv_bytes)
+        other = ScriptedState(self.kv_bytes, self._tokenizer)
         other.extend(self.tokens)
         other.floor = self.floor
         return other
@@ -254,12 +282,15 @@ class ScriptedState:
     def export(self, start: int = 0) -> ScriptedExport:
         """The tokens from `start` on, padded to their size."""
         tokens = tuple(self.tokens[start:])
-        return ScriptedExport(start, self.checkpoint(), tokens, bytes(len(tokens) * self.kv_bytes))
+        extra = self._tokenizer.extra(tokens) if self._tokenizer else {}
+        return ScriptedExport(start, self.checkpoint(), tokens, bytes(len(tokens) * self.kv_bytes), extra)
 
     def import_state(self, exported: ScriptedExport) -> None:
         """Continue with an exported state; this one must hold the tokens before its start."""
         if self.length < exported.start:
             raise ValueError(f"the tokens start at {exported.start}, but only {self.length} are here")
+        if self._tokenizer:
+            self._tokenizer.learn(exported.extra)
         self._cut(exported.start)
         self.extend(exported.tokens)
         self.floor = self.length
@@ -270,17 +301,23 @@ class ScriptedRunner:
 
     Args:
         wait: waits for some seconds; returns True if the runner was closed meanwhile. For tests that have no time.
+
+    Attributes:
+        hanging: set when a step hangs.
     """
 
-    def __init__(self, shape: Shape, kv_bytes: int, wait: Callable[[float], bool] | None = None) -> None:
+    def __init__(
+        self, shape: Shape, tokenizer: ScriptedTokenizer, kv_bytes: int, wait: Callable[[float], bool] | None = None
+    ) -> None:
         self.shape = shape
-        self._kv_bytes = kv_bytes
+        self.hanging = threading.Event()
+        self._tokenizer, self._kv_bytes = tokenizer, kv_bytes
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
 
     def new_state(self) -> ScriptedState:
         """The state of an empty sequence."""
-        return ScriptedState(self._kv_bytes)
+        return ScriptedState(self._kv_bytes, self._tokenizer)
 
     def close(self) -> None:
         """End all waiting, also that of a step that hangs."""
@@ -316,6 +353,7 @@ class ScriptedRunner:
         if play.steps == line.fail_at:
             raise RuntimeError(f"the script fails at step {play.steps}")
         if play.steps == line.hang_at:
+            self.hanging.set()
             self._closed.wait()
             raise RuntimeError(f"the script hung at step {play.steps} until the end")
         return line.step_ms / 1000
@@ -324,9 +362,10 @@ class ScriptedRunner:
 class ScriptedChooser:
     """Takes the next token from a line instead of sampling."""
 
-    def __init__(self, play: Play, eos: int) -> None:
+    def __init__(self, play: Play, eos: int, again: Callable[[Session], ScriptedChooser]) -> None:
         self._play = play
         self._eos = eos
+        self._again = again
 
     def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
         """The next token. One that is forbidden is passed over only if the line obeys."""
@@ -345,6 +384,10 @@ class ScriptedChooser:
         skipped, self._play.skipped = self._play.skipped, []
         return skipped
 
+    def again(self, session: Session) -> ScriptedChooser:
+        """A second attempt takes the next line."""
+        return self._again(session)
+
 
 class Script:
     """The lines in order; each generation takes the next one, and the last one repeats."""
@@ -356,11 +399,14 @@ class Script:
 
     def chooser(self, session: Session, sampling: Sampling) -> ScriptedChooser:
         """What chooses the tokens of the generation that is being admitted on `session`."""
+        return self._next(session)
+
+    def _next(self, session: Session) -> ScriptedChooser:
         line = self._lines[min(self.taken, len(self._lines) - 1)]
         self.taken += 1
         play = Play(line, [self._tokenizer.piece(piece) for piece in line.pieces])
         session.state.play = play  # type: ignore[attr-defined]
-        return ScriptedChooser(play, self._tokenizer.eos)
+        return ScriptedChooser(play, self._tokenizer.eos, self._next)
 
 
 def scripted_backend(
@@ -373,7 +419,7 @@ def scripted_backend(
 ) -> Backend:
     """What answers from a script."""
     extended = ScriptedTokenizer(tokenizer, [piece for line in lines for piece in line.pieces])
-    runner = ScriptedRunner(replace(TINY, name="custom", vocab=extended.ids), kv_bytes, wait)
+    runner = ScriptedRunner(replace(TINY, name="custom", vocab=extended.ids), extended, kv_bytes, wait)
     return Backend(Engine(runner, extended, config), name, Script(lines, extended).chooser, runner.close)
 
 

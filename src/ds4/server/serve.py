@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -21,8 +22,9 @@ from ds4.errors import Ds4Error
 from ds4.gguf.file import embedded_model_path, open_model
 from ds4.process import exit_at_interrupt
 from ds4.server.api.models import model_id
-from ds4.server.app import MAX_HEADER_BYTES, create_app
+from ds4.server.app import create_app
 from ds4.server.config import ServerConfig
+from ds4.server.edges import MAX_HEADER_BYTES, read_key_file
 from ds4.server.scripted import load_script, scripted_backend
 from ds4.server.trace import Trace
 from ds4.server.worker import Backend, Worker
@@ -39,12 +41,18 @@ _SHUTDOWN_SECONDS = 3
 
 def run(config: ServerConfig, listener: socket.socket) -> int:
     """Load the model and serve on a listening socket until a signal; the exit status. Raises Ds4Error."""
+    if config.api_key_file is not None:
+        config = replace(config, api_keys=(*config.api_keys, *read_key_file(config.api_key_file)))
     trace = open_trace(config.trace)
     with exit_at_interrupt():
         backend = load_backend(config)
     worker = Worker(backend, config, trace)
     server = GracefulServer(create_app(worker, config), worker)
     host, port = listener.getsockname()[:2]
+    if not config.api_keys and not _is_loopback(host):
+        log.warning(
+            "no API key is set: everybody who can reach %s can use this server; see --api-key-file in --help", host
+        )
     worker.start()
     log.info("%s ready on http://%s:%d", backend.name, f"[{host}]" if ":" in host else host, port)
     try:
@@ -53,6 +61,13 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
         worker.stop(timeout=5)
         trace.close()
     return 0
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def http_config(app: object) -> uvicorn.Config:

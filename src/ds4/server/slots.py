@@ -1,4 +1,4 @@
-"""The conversations that are kept live: their sessions, and the texts a client may come back with."""
+"""The conversations that are kept live: their sessions, and by what a client's later prompts are recognised."""
 
 from __future__ import annotations
 
@@ -6,27 +6,64 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ds4.chat.message import ToolCall
 from ds4.engine import Engine, Session
 
 
 @dataclass(frozen=True)
-class Anchor:
-    """A text that stands for a state, though the state's own text differs (hidden reasoning, other DSML bytes).
+class Prefix:
+    """The beginning of some key bytes: its length, and its hash.
 
     Attributes:
-        length, digest: size and hash of the key bytes that a prompt must begin with.
-        tokens: tokens of the session at that point.
-        extra: tokens sampled (or due) behind them that were not evaluated; they come before what follows.
+        length, digest: size in bytes and `digest` of them.
     """
 
     length: int
     digest: bytes
+
+    @classmethod
+    def of(cls, key: bytes) -> Prefix:
+        """All of `key`."""
+        return cls(len(key), digest(key))
+
+    def begins(self, key: bytes, start: int = 0) -> bool:
+        """Whether `key` has it at `start`."""
+        end = start + self.length
+        return end <= len(key) and digest(key[start:end]) == self.digest
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The end of an answer, and by what a prompt shows that it goes on there, though it may not show all of it.
+
+    Attributes:
+        front: what the prompt of the answer was up to its think marker: key bytes that end with `<｜Assistant｜>`.
+        bare: the same without the reasoning of earlier turns.
+        ids: the ids of the calls in it, as a hash of them.
+        opened: turns that are opened in it.
+        reasoning: the answer's reasoning, as a hash of it.
+        shown: the key bytes from `</think>` to the end of sentence that a client's view of the answer has; None if
+            only its calls say what was sampled.
+        content: the answer's text, as a hash of it.
+        calls: its calls with their ids.
+        tokens: tokens of the session at its end.
+        extra: tokens sampled (or due) behind them that were not evaluated; they come before what follows.
+    """
+
+    front: Prefix
+    bare: Prefix
+    ids: bytes
+    opened: int
+    reasoning: bytes
+    shown: Prefix | None
+    content: bytes
+    calls: tuple[ToolCall, ...]
     tokens: int
     extra: tuple[int, ...] = ()
 
 
 def digest(key: bytes) -> bytes:
-    """The hash of key bytes in an anchor."""
+    """The hash of bytes in an anchor."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 
@@ -83,10 +120,9 @@ class Slot:
             self._key.clear()
             self._key_tokens = 0
 
-    def bind(self, key: bytes, tokens: int, extra: tuple[int, ...] = ()) -> None:
-        """Let a prompt that begins with `key` continue behind the first `tokens` tokens and `extra`."""
-        anchor = Anchor(len(key), digest(key), tokens, extra)
-        self.anchors = [a for a in self.anchors if (a.length, a.digest) != (anchor.length, anchor.digest)]
+    def bind(self, anchor: Anchor) -> None:
+        """Let prompts continue at an anchor; it replaces the one that is reached by the same prompts."""
+        self.anchors = [other for other in self.anchors if other.front != anchor.front]
         self.anchors.append(anchor)
 
     def fork(self) -> Slot:

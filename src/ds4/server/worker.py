@@ -12,21 +12,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import inf
 
 from ds4.chat.events import CallBegin, Event
 from ds4.chat.message import Message
-from ds4.engine import Engine, Session
+from ds4.engine import FREE_TRUNCATION, Engine, Session
 from ds4.errors import RequestError
 from ds4.server.config import ServerConfig
-from ds4.server.continuation import Plan, bind_reply, plan
-from ds4.server.decode import Chooser, ChooserFactory, Ending, Generation, sampling_chooser
+from ds4.server.continuation import bind_reply, loses_reasoning, plan
+from ds4.server.decode import ChooserFactory, Ending, Generation, sampling_chooser
 from ds4.server.prompting import PromptBuilder
+from ds4.server.recovery import MIN_ROOM, correction
 from ds4.server.replay import ReplayMemory
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply, Usage
-from ds4.server.slots import Slot, SlotTable
+from ds4.server.running import Running, TimedJob
+from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
-from ds4.server.turns import TurnMemory
+from ds4.server.turns import Turn, TurnMemory
+from ds4.server.watch import Clock, StepLostError, StepWatch
 
 log = logging.getLogger("ds4.server")
 
@@ -35,7 +39,7 @@ _DEFECT = "internal error; see the server's log"
 _SHARED_CHUNK = 128
 """Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
 
-_TURN_BOUNDARIES = 7
+_TURN_BOUNDARIES = 6
 """Turns of a prompt, counted from its end, that get a way back."""
 
 _MIN_SYSTEM = 32
@@ -60,60 +64,43 @@ class Backend:
     close: Callable[[], None] = lambda: None
 
 
-@dataclass(eq=False)
-class _Running:
-    """A request that has a slot; it has a generation once its prompt is evaluated."""
-
-    job: Job
-    slot: Slot
-    plan: Plan
-    chooser: Chooser
-    boundaries: list[int]
-    reused: int | None = None
-    generation: Generation | None = None
-    call_ids: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-    answering: float = 0.0
-
-    @property
-    def usage(self) -> Usage:
-        generation = self.generation
-        return Usage(
-            prompt=len(self.plan.ids),
-            reused=self.plan.reused if self.reused is None else self.reused,
-            completion=generation.completion if generation else 0,
-            reasoning=generation.reasoning if generation else 0,
-        )
-
-
 class Worker:
     """Runs jobs. `submit`, `status`, `stop` and `wait_idle` may be called from any thread."""
 
-    def __init__(self, backend: Backend, config: ServerConfig, trace: Trace | None = None) -> None:
+    def __init__(
+        self, backend: Backend, config: ServerConfig, trace: Trace | None = None, clock: Clock | None = None
+    ) -> None:
         self.backend, self.config = backend, config
         self.engine = backend.engine
         self.trace = trace or Trace()
-        self.replay = ReplayMemory(config.tool_memory_max_ids, config.tool_memory_bytes)
+        self.replay = ReplayMemory(config.tool_memory_max_ids if config.replay else 0, config.tool_memory_bytes)
         self.turns = TurnMemory()
         self.prompts = PromptBuilder(
             self.engine.tokenizer, config, self.engine.context, self.replay if config.replay else None
         )
         self._slots = SlotTable(self.engine, config.max_sessions)
-        self._prefilling: list[_Running] = []
-        self._decoding: list[_Running] = []
+        self._prefilling: list[Running] = []
+        self._decoding: list[Running] = []
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[TimedJob] = deque()
         self._stopping = False
+        self._started = False
         self._ended = False
         self._idle = True
         self._count = 0
-        self._thread = threading.Thread(target=self._run, name="ds4-worker", daemon=True)
+        self._stuck_steps = 0
+        self._clock = clock or Clock()
+        self._watch = StepWatch(config.step_timeout, self._clock)
+        self._thread = self._new_thread()
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread."""
+        self._started = True
         self._thread.start()
+        if self._watch.seconds:
+            threading.Thread(target=self._replace_stuck_threads, name="ds4-watch", daemon=True).start()
 
     def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None]) -> Job:
         """Queue a request; its replies go to `deliver`, the last one is Done or Failed (none after a cancellation).
@@ -129,7 +116,8 @@ class Worker:
             if self.config.max_queue and len(self._waiting) >= self.config.max_queue:
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._count += 1
-            job = Job(self._count, request, prompt, deliver)
+            deadline = self._clock.now() + (self.config.request_timeout or inf)
+            job = TimedJob(self._count, request, prompt, deliver, deadline=deadline)
             self._waiting.append(job)
             self._idle = False
             self._changed.notify_all()
@@ -141,12 +129,13 @@ class Worker:
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
     def status(self) -> dict[str, int]:
-        """Numbers of waiting and running requests and of live sessions."""
-        return {
+        """Numbers of waiting and running requests, of live sessions, and of steps that were given up, if there are."""
+        status = {
             "waiting": len(self._waiting),
             "running": len(self._prefilling) + len(self._decoding),
             "sessions": len(self._slots.slots),
         }
+        return {**status, "stuck_steps": self._stuck_steps} if self._stuck_steps else status
 
     def jobs(self) -> list[Job]:
         """The jobs that run now."""
@@ -167,30 +156,74 @@ class Worker:
             self._stopping = True
             self._changed.notify_all()
         self.backend.close()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        if not self._started:
+            return True
+        with self._changed:
+            # Not `join` first: while it waits, another thread may take this one's place.
+            if not self._changed.wait_for(lambda: self._ended, timeout):
+                return False
+        self._thread.join(timeout)
         return not self._thread.is_alive()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="ds4-worker", daemon=True)
+
     def _run(self) -> None:
+        self._watch.enter()
+        lost = False
         try:
             while self._wait_for_work():
                 try:
                     self._admit()
+                    self._end_overdue()
                     self._prefill()
                     self._decode()
                 except Exception:
                     # A defect of the loop itself must not leave clients waiting for ever.
                     log.exception("the worker failed")
                     self._fail_all(500, _DEFECT)
+        except StepLostError:
+            # Nothing here belongs to this thread any more.
+            lost = True
+            log.warning("a step that had been given up has returned")
         finally:
-            # However the thread ends, nobody waits for it any more.
+            if not lost:
+                self._end()
+
+    def _end(self) -> None:
+        """However the thread ends, nobody waits for it any more."""
+        message = SHUTTING_DOWN if self._stopping else _DEFECT
+        with self._changed:
             self._ended = True
-            message = SHUTTING_DOWN if self._stopping else _DEFECT
-            self._fail_all(503, message)
-            for job in self._take_waiting():
-                self._deliver(job, Failed(503, message))
+        self._watch.close()
+        self._fail_all(503, message)
+        for job in self._take_waiting():
+            self._refuse(job, 503, message)
+
+    def _replace_stuck_threads(self) -> None:
+        """What the thread of the watch does."""
+        while self._watch.wait_for_stuck():
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """A step was given up, and the thread that is in it: let another one go on, with sessions of its own."""
+        stuck = [*self._prefilling, *self._decoding]
+        self._prefilling, self._decoding = [], []
+        # Nothing that the lost step holds is used again: its sessions go with the engine that they came from.
+        self.engine = Engine(self.engine.runner, self.engine.tokenizer, self.engine.config)
+        self._slots = SlotTable(self.engine, self.config.max_sessions)
+        self._stuck_steps += 1
+        message = (
+            f"a step of the model did not return within {self.config.step_timeout:g} s (--step-timeout) and was given"
+            " up; the server goes on without the conversations that were live"
+        )
+        log.error("requests %s finish=error %s", [running.job.number for running in stuck], message)
+        for running in stuck:
+            self._refuse(running.job, 500, message)
+        self._thread = self._new_thread()
+        self._thread.start()
 
     def _fail_all(self, status: int, message: str) -> None:
         for running in [*self._prefilling, *self._decoding]:
@@ -207,7 +240,7 @@ class Worker:
                 self._changed.wait()
             return not self._stopping
 
-    def _take_waiting(self) -> list[Job]:
+    def _take_waiting(self) -> list[TimedJob]:
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
@@ -218,9 +251,7 @@ class Worker:
     def _admit(self) -> None:
         while True:
             with self._changed:
-                for job in [job for job in self._waiting if job.cancelled]:
-                    self._waiting.remove(job)
-                    self.trace.write(job.number, "cancel", phase="queue")
+                self._leave_queue()
                 if not self._waiting or not self._slots.has_room():
                     return
                 job = self._waiting.popleft()
@@ -228,12 +259,42 @@ class Worker:
                 self._start(job)
             except Exception as error:
                 log.exception("request %d could not be started", job.number)
-                self._deliver(job, Failed(500, _text(error)))
+                self._refuse(job, 500, _text(error))
 
-    def _start(self, job: Job) -> None:
+    def _leave_queue(self) -> None:
+        """Take out the waiting requests whose clients left, or that have waited too long."""
+        now = self._clock.now()
+        for job in [job for job in self._waiting if job.cancelled or job.deadline <= now]:
+            self._waiting.remove(job)
+            if job.cancelled:
+                self.trace.write(job.number, "cancel", phase="queue")
+            else:
+                self._refuse(job, 503, self._overdue("it waited"))
+
+    def _end_overdue(self) -> None:
+        """End the running requests that take too long. What was computed stays."""
+        now = self._clock.now()
+        for running in [*self._prefilling, *self._decoding]:
+            if running.job.deadline <= now and not running.job.cancelled:
+                phase = "its prompt was read" if running in self._prefilling else "its answer was written"
+                message = self._overdue(phase) + "; what was computed stays, so the same request goes on from there"
+                log.info("request %d finish=error %s", running.job.number, message)
+                self._release(running)
+                self._refuse(running.job, 503, message)
+
+    def _overdue(self, phase: str) -> str:
+        seconds = self.config.request_timeout
+        return f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {phase}"
+
+    def _start(self, job: TimedJob) -> None:
         chosen = plan(job.prompt, self._slots.slots, self.engine.tokenizer, self.prompts.encode, self.engine.context)
         if chosen.miss:
             log.info("request %d live kv cache miss %s", job.number, chosen.miss)
+        if loses_reasoning(job.request, chosen):
+            log.warning(
+                "request %d goes on from what its history shows: the reasoning behind its calls is not live any more",
+                job.number,
+            )
         slot = self._slots.take(chosen.slot, chosen.whole)
         slot.keep(chosen.kept)
         try:
@@ -241,7 +302,7 @@ class Worker:
         except Exception:
             slot.busy = False
             raise
-        running = _Running(job, slot, chosen, chooser, self._boundaries(chosen.ids))
+        running = Running(job, slot, chosen, chooser, self._boundaries(chosen.ids, chosen.reused))
         self._prefilling.append(running)
         log.info(
             "request %d prompt start tokens=%d reused=%d source=%s %s",
@@ -258,6 +319,7 @@ class Worker:
                 source=chosen.source,
                 detail=chosen.detail,
                 miss=chosen.miss,
+                replay=dict(job.prompt.replay),
             )
         self._deliver(job, Admitted(running.usage))
 
@@ -281,45 +343,59 @@ class Worker:
             return chunks > 1
 
         try:
-            complete = session.sync(running.plan.ids, chunk=chunk, cancelled=one_chunk, boundaries=running.boundaries)
+            complete = self._watch.step(
+                lambda: session.sync(running.ids, chunk=chunk, cancelled=one_chunk, boundaries=running.boundaries)
+            )
         except Exception as error:
             log.exception("request %d failed in its prompt", job.number)
             self._fail(running, 500, _text(error))
             return
         if running.reused is None:
             running.reused = session.reused
-        log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.plan.ids))
+        log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.ids))
         # Prompts take turns.
         self._prefilling.append(self._prefilling.pop(0))
         if complete:
             self._begin_answer(running)
 
-    def _boundaries(self, ids: list[int]) -> list[int]:
-        """Where later prompts may leave this one: behind the system region, at the think markers of the last turns."""
+    def _boundaries(self, ids: list[int], reused: int) -> list[int]:
+        """Where later prompts may leave this one.
+
+        That is behind the system region, at the think markers of the last turns, and before the last user turn. Behind
+        an answer of this server there is a way back already.
+        """
         tokenizer = self.engine.tokenizer
         turns = [i + 1 for i, token in enumerate(ids) if token == tokenizer.assistant]
-        first = ids.index(tokenizer.user) if tokenizer.user in ids else 0
-        return sorted({*([first] if first >= _MIN_SYSTEM else ()), *turns[-_TURN_BOUNDARIES:]})
+        users = [i for i, token in enumerate(ids) if token == tokenizer.user] or [0]
+        first = users[:1] if users[0] >= _MIN_SYSTEM else []
+        last = users[-1:] if users[-1] > reused + FREE_TRUNCATION else []
+        return sorted({*first, *last, *turns[-_TURN_BOUNDARIES:]})
 
-    def _begin_answer(self, running: _Running) -> None:
+    def _begin_answer(self, running: Running) -> None:
         job, session = running.job, running.slot.session
-        wanted = self.config.max_tokens if job.request.max_tokens is None else job.request.max_tokens
-        running.answering = time.monotonic()
+        running.answering = running.answering or time.monotonic()
         running.generation = Generation(
             job.number,
             job.request,
             session,
             running.chooser,
             self.engine.tokenizer,
-            opened=running.plan.ids[-1],
-            limit=min(wanted, self.engine.context - len(session.tokens)),
+            opened=running.ids[-1],
+            limit=self._room(job, len(session.tokens)),
             profile=self.config.template,
             think_recovery=self.config.think_recovery,
             trace=self.trace,
+            first=running.first,
         )
-        log.info("request %d prompt done in %.2f s", job.number, running.answering - running.started)
+        if running.first is None:
+            log.info("request %d prompt done in %.2f s", job.number, running.answering - running.started)
         self._prefilling.remove(running)
         self._decoding.append(running)
+
+    def _room(self, job: Job, tokens: int) -> int:
+        """Most tokens that may be sampled behind so many."""
+        wanted = self.config.max_tokens if job.request.max_tokens is None else job.request.max_tokens
+        return min(wanted, self.engine.context - tokens)
 
     def _decode(self) -> None:
         """Choose the next token of every answer, send what that completes, and evaluate all of them in one step."""
@@ -330,7 +406,13 @@ class Worker:
                 self._cancel(running, "decode")
                 continue
             try:
-                self._send(running, generation.step())
+                events = self._watch.step(generation.step)
+                if generation.malformed is not None:
+                    if self._ask_again(running, generation):
+                        self._send(running, events)
+                        continue
+                    events += generation.give_up()
+                self._send(running, events)
                 if generation.ending is not None:
                     self._finish(running, generation.ending)
                 else:
@@ -341,15 +423,39 @@ class Worker:
         if not stepping:
             return
         try:
-            self.engine.step([(running.slot.session, generation.fresh) for running, generation in stepping])
+            batch = [(running.slot.session, generation.fresh) for running, generation in stepping]
+            self._watch.step(lambda: self.engine.step(batch))
         except Exception as error:
             log.exception("a step of requests %s failed", [running.job.number for running, _ in stepping])
             for running, _ in stepping:
                 self._fail(running, 500, _text(error))
 
+    def _ask_again(self, running: Running, generation: Generation) -> bool:
+        """Tell the model that its calls were malformed, and let it answer anew, once. False: there is no room for that.
+
+        The request goes back to those whose prompts are evaluated, so that others wait no longer than for a prompt.
+        """
+        job, session, tokenizer = running.job, running.slot.session, self.engine.tokenizer
+        thinking = running.ids[-1] == tokenizer.think
+        text = correction(generation.malformed or "", thinking, self.config.template)
+        injected = tokenizer.encode_chat(text)
+        ids = [*session.tokens, *generation.fresh, *injected]
+        if self._room(job, len(ids)) < MIN_ROOM:
+            return False
+        log.info("request %d malformed tool call, asking the model again: %s", job.number, generation.malformed)
+        self.trace.write(job.number, "inject", text=text)
+        # The end of the sentence, with which the text begins, is no token of an answer.
+        running.first, running.generation = generation.earlier(len(injected) - 1), None
+        running.again, running.boundaries = ids, []
+        running.chooser = running.chooser.again(session)
+        running.call_ids.clear()
+        self._decoding.remove(running)
+        self._prefilling.append(running)
+        return True
+
     # -- the end of a request -----------------------------------------------------------------------------------------
 
-    def _send(self, running: _Running, events: list[Event]) -> None:
+    def _send(self, running: Running, events: list[Event]) -> None:
         if not events:
             return
         for event in events:
@@ -357,7 +463,7 @@ class Worker:
                 running.call_ids.append(self.replay.new_id(running.job.request.call_prefix, running.call_ids))
         self._deliver(running.job, Events(tuple(events), tuple(running.call_ids)))
 
-    def _finish(self, running: _Running, ending: Ending) -> None:
+    def _finish(self, running: Running, ending: Ending) -> None:
         job, slot = running.job, running.slot
         calls = tuple(
             replace(call, id=id) for call, id in zip(ending.message.tool_calls, running.call_ids, strict=False)
@@ -369,6 +475,12 @@ class Worker:
                 self.replay.put(calls, message.raw_dsml)
             except Exception:
                 log.exception("request %d: its calls cannot be repeated", job.number)
+        if not self.config.replay:
+            message = replace(message, raw_dsml="")
+        whole = message
+        if not (message.complete or calls or ending.stop_string) and running.generation is not None:
+            whole = running.generation.whole_text()
+        self._remember(job, ending, message, whole)
         usage = running.usage
         speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
         log.info(
@@ -376,19 +488,30 @@ class Worker:
             job.number, ending.reason, usage.prompt, usage.reused, usage.completion, speed,
         )  # fmt: skip
         self._trace_end(job.number, ending.reason, message, usage)
-        whole = message
-        if not (message.complete or calls or ending.stop_string) and running.generation is not None:
-            whole = running.generation.whole_text()
         self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole))
         # The answer is out; what follows only makes the next one cheaper.
         try:
-            if ending.bindable:
+            if ending.bindable or (ending.reason == "tool_calls" and ending.stop_string is None):
                 slot.session.checkpoint()
                 bind_reply(slot, job.prompt, message, self.engine.tokenizer, self.prompts.encode, self.config.template)
         except Exception:
-            log.exception("request %d: its answer cannot be continued by its visible text", job.number)
+            log.exception("request %d: its answer cannot be continued by what a client shows of it", job.number)
         finally:
             self._release(running)
+
+    def _remember(self, job: Job, ending: Ending, message: Message, whole: Message) -> None:
+        """Let later requests continue the answer by its id and those of its calls, however far it came."""
+        request = job.request
+        if ending.reason == "error":
+            if request.streamed or whole.text == message.text:
+                return
+            message = whole
+        if not request.remembered:
+            return
+        try:
+            self.turns.put(Turn((*request.messages[request.front :], message), request.response_id))
+        except Exception:
+            log.exception("request %d: its answer cannot be continued by its id", job.number)
 
     def _trace_end(self, number: int, reason: str, message: Message, usage: Usage) -> None:
         if not self.trace.active:
@@ -403,13 +526,13 @@ class Worker:
         )
         self.trace.write(number, "finish", reason=reason, usage=vars(usage))
 
-    def _cancel(self, running: _Running, phase: str) -> None:
+    def _cancel(self, running: Running, phase: str) -> None:
         """The client left. What was computed stays: a repeated request goes on from there."""
         log.info("request %d finish=cancelled in %s", running.job.number, phase)
         self.trace.write(running.job.number, "cancel", phase=phase)
         self._release(running)
 
-    def _fail(self, running: _Running, status: int, message: str) -> None:
+    def _fail(self, running: Running, status: int, message: str) -> None:
         log.info("request %d finish=error %s", running.job.number, message)
         self.trace.write(running.job.number, "error", message=message)
         self._release(running)
@@ -419,7 +542,12 @@ class Worker:
         finally:
             self._deliver(running.job, Failed(status, message))
 
-    def _release(self, running: _Running) -> None:
+    def _refuse(self, job: Job, status: int, message: str) -> None:
+        """The failure of a request that holds nothing."""
+        self.trace.write(job.number, "error", message=message)
+        self._deliver(job, Failed(status, message))
+
+    def _release(self, running: Running) -> None:
         if running in self._prefilling:
             self._prefilling.remove(running)
         if running in self._decoding:

@@ -1,0 +1,62 @@
+"""A request while the worker has it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+from ds4.server.continuation import Plan
+from ds4.server.decode import Chooser, Generation
+from ds4.server.recovery import Earlier
+from ds4.server.request import Job, Usage
+from ds4.server.slots import Slot
+
+
+@dataclass(eq=False)
+class TimedJob(Job):
+    """A job with the moment, on the worker's clock, at which it has taken too long."""
+
+    deadline: float = inf
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has a slot; it has a generation once its prompt is evaluated.
+
+    Attributes:
+        boundaries: where its prompt gets checkpoints.
+        reused: tokens of its prompt that were not evaluated, once that is known.
+        call_ids: ids of the calls begun so far.
+        started, answering: when it was admitted, and when its prompt was evaluated.
+        first, again: a second attempt continues this one, and its prompt is these tokens.
+    """
+
+    job: TimedJob
+    slot: Slot
+    plan: Plan
+    chooser: Chooser
+    boundaries: list[int]
+    reused: int | None = None
+    generation: Generation | None = None
+    call_ids: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    answering: float = 0.0
+    first: Earlier | None = None
+    again: list[int] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens that are evaluated before an answer is sampled."""
+        return self.plan.ids if self.again is None else self.again
+
+    @property
+    def usage(self) -> Usage:
+        """Its tokens so far."""
+        attempt = self.generation or self.first
+        return Usage(
+            prompt=len(self.plan.ids),
+            reused=self.plan.reused if self.reused is None else self.reused,
+            completion=attempt.completion if attempt else 0,
+            reasoning=attempt.reasoning if attempt else 0,
+        )
