@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ds4.server.api import chat
+from ds4.server.api import chat, completions, messages, responses
 
-APIS = (chat.API,)
+APIS = (chat.API, responses.API, completions.API, messages.API)

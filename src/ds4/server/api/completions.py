@@ -1,0 +1,132 @@
+"""OpenAI's text completions: a prompt in, text out. The prompt is a user's message, or, raw, continued as it stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ds4.chat.events import TextDelta
+from ds4.chat.message import Message
+from ds4.server.api.base import Api, ApiContext, Ask
+from ds4.server.api.chat import usage_object
+from ds4.server.api.chat_types import ThinkingOption
+from ds4.server.api.common import check_effort, refuse, sampling_of, stops_of, thinking_of, validate
+from ds4.server.api.completions_types import CompletionRequest
+from ds4.server.bodies import frame
+from ds4.server.errors import ApiError
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed
+
+_SYSTEM = "You are a helpful assistant"
+
+
+def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
+    """The request in the terms of the chat format. Raises ApiError 400 that names the field."""
+    config = context.config
+    if value.get("prompt") is None:
+        raise ApiError(400, "missing prompt", param="prompt")
+    body = validate(CompletionRequest, value)
+    _check_supported(body)
+    prompt = _prompt(body.prompt)
+    raw = config.raw_completions
+    thinking = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
+    default = True if config.think_default is None else config.think_default
+    effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
+    request = ChatRequest(
+        model=body.model or context.model,
+        messages=() if raw else (Message(role="system", content=_SYSTEM), Message(role="user", content=prompt)),
+        # A raw prompt has no turns that could begin with reasoning.
+        thinking=not raw and thinking_of(thinking, body.think, effort, body.model, default),
+        effort=effort,
+        sampling=sampling_of(
+            {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")}
+        ),
+        max_tokens=body.max_tokens,
+        stop=stops_of(body.stop),
+        streamed=bool(body.stream),
+        text=prompt if raw else None,
+    )
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return Ask(request, bool(body.stream), lambda number: CompletionAnswer(number, request.model, include_usage))
+
+
+def _prompt(prompt: str | list[Any]) -> str:
+    """The text of a prompt, which may come as an array of one."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    if prompt and all(isinstance(item, str) for item in prompt):
+        raise refuse("prompt", f"it has {len(prompt)} texts; send one request for each")
+    if prompt and all(isinstance(item, int | list) for item in prompt):
+        raise refuse("prompt", "this server does not take token ids; send the text")
+    raise ApiError(400, "prompt must be a text, or an array with one text", param="prompt")
+
+
+def _check_supported(body: CompletionRequest) -> None:
+    """Refuse what would silently be missing from the answer."""
+    for name in ("n", "best_of"):
+        if getattr(body, name) not in (None, 1):
+            raise refuse(name, "this version gives one answer")
+    if body.echo:
+        raise refuse("echo", "the answer is only what follows the prompt")
+    if body.suffix:
+        raise refuse("suffix", "the model cannot fill a gap")
+    # 0 asks for the log probabilities of the sampled tokens.
+    if body.logprobs is not None and body.logprobs is not False:
+        raise refuse("logprobs", "this version does not report them")
+    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+        if getattr(body, name):
+            raise refuse(name, "this version samples without it")
+
+
+# ---- the answer -----------------------------------------------------------------------------------------------------
+
+
+class CompletionAnswer:
+    """An answer as this API writes it (see `ds4.server.api.base.Answer`). Reasoning is not shown."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def __init__(self, number: int, model: str, include_usage: bool) -> None:
+        self._base = {"id": f"cmpl-{number}", "object": "text_completion", "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+
+    def whole(self, reply: Done) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choice = _choice(reply.whole.text, reply.reason)
+        return {**self._base, "choices": [choice], "usage": usage_object(reply.usage)}
+
+    def opened(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def admitted(self, reply: Admitted) -> bytes:
+        """Nothing."""
+        return b""
+
+    def events(self, reply: Events) -> bytes:
+        """One chunk for each piece of text."""
+        return b"".join(self._chunk(event.text) for event in reply.events if isinstance(event, TextDelta))
+
+    def done(self, reply: Done) -> bytes:
+        """The finish, the usage if it was asked for, and the end mark."""
+        frames = self._chunk("", reply.reason)
+        if self._include_usage:
+            frames += frame({**self._base, "choices": [], "usage": usage_object(reply.usage)})
+        return frames + b"data: [DONE]\n\n"
+
+    def failed(self, reply: Failed) -> bytes:
+        """An error event; nothing follows it."""
+        return frame(ApiError(reply.status, reply.message).openai())
+
+    def _chunk(self, text: str, finish: str | None = None) -> bytes:
+        usage = {"usage": None} if self._include_usage else {}
+        return frame({**self._base, "choices": [_choice(text, finish)], **usage})
+
+
+def _choice(text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+API = Api("/v1/completions", "An answer to one prompt", CompletionRequest, parse, "prompt")

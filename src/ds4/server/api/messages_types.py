@@ -1,0 +1,58 @@
+"""The body of a Messages request: the fields that are read, each with its type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds4.server.api.chat_types import Count
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class ThinkingConfig(_Body):
+    """Thinking: `enabled` or `adaptive`, and `disabled`; other kinds leave the default. With `display` `omitted` the
+    thinking is not shown."""
+
+    type: str | None = None
+    display: str | None = None
+
+
+class OutputConfig(_Body):
+    """How hard to think, and the format of the answer."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoice(_Body):
+    """Whether tools may be called, and whether several at once."""
+
+    type: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesRequest(_Body):
+    """Anthropic's request. Unknown fields are ignored."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[str | dict[str, Any]] | None = None
+    model: str | None = None
+    max_tokens: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Count | None = None
+    stop_sequences: str | list[str] | None = None
+    stream: bool | None = None
+    thinking: bool | ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    reasoning_effort: str | None = None
+
+    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
+    output_format: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
