@@ -77,3 +77,28 @@ def test_a_raw_prompt_is_the_text_and_has_no_messages() -> None:
     assert tokenizer().user not in made.ids
     assert made.messages == ()
     assert tokenizer().user in builder(known(), safe_client_text=False).build(raw).ids
+
+
+@pytest.mark.parametrize("template", ["official", "ds4"])
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (ASKED, Message(content="An answer.")),
+        (ASKED, Message(content="It ends in <think>")),
+        (ASKED, Message(tool_calls=CALLS)),
+        (Message(role="system", content="Be brief."),),
+        (Message(role="system", content="Close it with </think>"),),
+        (ASKED,),
+        (ASKED, Message(content="An answer."), Message(role="system", content="Now in French.")),
+    ],
+)
+def test_every_prompt_ends_in_an_open_turn(template: str, thinking: bool, messages: tuple[Message, ...]) -> None:
+    made = builder(None, template=template).build(ChatRequest("m", messages, thinking=thinking))
+    assert made.ids[-2:] == [tokenizer().assistant, tokenizer().think if thinking else tokenizer().end_think]
+    assert made.ids.count(tokenizer().assistant) == sum(message.role == "assistant" for message in messages) + 1
+
+
+def test_a_beginning_of_the_answer_is_continued() -> None:
+    made = builder(None).build(ChatRequest("m", (ASKED, Message(content="It is", open_end=True)), thinking=False))
+    assert made.text.endswith("</think>It is")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ds4.chat.effort import resolve
 from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
-from ds4.chat.template import BOS, render
+from ds4.chat.template import ASSISTANT, BOS, END_THINK, THINK, render
 from ds4.server.config import ServerConfig
 from ds4.server.encoding import Encoder
 from ds4.server.replay import ReplayMemory
@@ -58,7 +58,7 @@ class PromptBuilder:
         effort = request.effort
         if request.thinking:
             effort = resolve(effort, self._config.effort_profile, self._context)
-        return render(
+        text = render(
             messages,
             request.tools,
             request.thinking,
@@ -66,3 +66,13 @@ class PromptBuilder:
             self._config.template,
             effort_profile=self._config.effort_profile,
         )
+        if _turn_is_open(text) or (messages and messages[-1].open_end):
+            return text
+        # Nobody spoke after the model, or nobody at all. It would go on behind its end of sentence.
+        return text + ASSISTANT + (THINK if request.thinking else END_THINK)
+
+
+def _turn_is_open(text: Rendered) -> bool:
+    """Whether a prompt ends in a turn of the model that is to be written."""
+    ends_in_client_text = bool(text.client_spans) and text.client_spans[-1][1] == len(text)
+    return text.endswith((THINK, END_THINK)) and not ends_in_client_text
