@@ -314,6 +314,17 @@ def test_of_answers_that_look_alike_the_one_with_the_ids_goes_on(trace: Path) ->
             assert all(f"<think>{text}</think>" in live_text_of_last(server) for text in thoughts)
 
 
+def test_of_answers_that_look_alike_and_have_no_ids_the_last_one_goes_on(trace: Path) -> None:
+    lines = [line(*["hm "] * 9, "</think>", "Ok."), line("so", "</think>", "Ok."), SAY]
+    with scripted(*lines, trace=trace) as server:
+        talk = Talk(server, trace)
+        talk.ask(SYSTEM, ASK)
+        second = talk.ask(SYSTEM, ASK)
+        third = talk.ask(SYSTEM, ASK, shown(second), {"role": "user", "content": "Thanks."})
+        assert third["prompt"]["reused"] == held(second)
+        assert "<think>so</think>Ok." in live_text_of_last(server)
+
+
 def test_a_client_with_ids_of_its_own_goes_on_by_what_it_shows(trace: Path) -> None:
     with scripted(line("why", "</think>", *CALL), SAY, SAY, trace=trace) as server:
         talk = Talk(server, trace)
@@ -454,3 +465,24 @@ def test_an_edited_question_of_a_history_that_came_whole_starts_at_its_turn(trac
             "after '. <｜end▁of▁sentence｜><｜User｜>'" in edited["prompt"]["miss"]
             or "'And Oslo" in edited["prompt"]["miss"]
         )
+
+
+def test_what_a_second_attempt_made_good_stays_hidden_and_live(trace: Path) -> None:
+    """The client sees neither the malformed calls nor what the model was told about them."""
+    broken = ["".join(CALL[:6]).replace("get_weather", "get"), "nonsense", *CALL[-3:]]
+    pieces = [piece for part in broken for piece in part.replace("｜DSML｜", "\0｜DSML｜\0").split("\0") if piece]
+    first_try = line("hm", "</think>", *pieces)
+    with scripted(first_try, line("why", "</think>", *CALL), LOOK, SAY, trace=trace) as server:
+        talk = Talk(server, trace)
+        first = talk.ask(SYSTEM, ASK)
+        assert len(first["tool_calls"]) == 1
+        messages = [SYSTEM, ASK, shown(first, content=None), result(first)]
+        second = talk.ask(*messages)
+        assert (second["prompt"]["source"], second["prompt"]["miss"]) == ("live", "")
+        text = live_text(server)
+        assert "nonsense" in text
+        assert text.count("<｜Assistant｜>") == 3
+        messages += [shown(second, reasoning_content="why"), result(second)]
+        third = talk.ask(*messages, thinking=False)
+        assert (third["prompt"]["source"], third["prompt"]["reused"]) == ("live", held(second))
+        assert "<｜Assistant｜></think>" in live_text(server)

@@ -415,6 +415,20 @@ def test_calls_that_were_answered_as_text_are_continued_as_text(tmp_path: Path) 
         assert len(server.worker.turns) == 2
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_remembered_turn_has_its_sampled_bytes_if_these_are_repeated(replay: bool, tmp_path: Path) -> None:
+    odd = ["\n", *TWO]
+    with scripted(line("why", "</think>", "t", *odd), SAY, trace=tmp_path / "trace", replay=replay) as server:
+        wire = Wire(server, tmp_path / "trace", anthropic=False)
+        first = wire.ask(ASKED)
+        wire.ask(*wire.results(*wire.calls(first)))
+        prompt = wire.prompt()
+        assert f"</think>t{''.join(odd if replay else TWO)}<｜end▁of▁sentence｜>" in prompt["text"]
+        assert prompt["replay"] == ({"memory": 1} if replay else {})
+        # What is live stays as it was sampled, of course.
+        assert (prompt["source"], prompt["reused"]) == ("live", wire.held(first))
+
+
 def test_a_turn_that_cannot_be_remembered_does_not_hurt_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
