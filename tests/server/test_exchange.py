@@ -87,6 +87,19 @@ def test_a_client_that_is_behind_for_too_long_is_cancelled() -> None:
     with_exchange(test, stall_seconds=60)
 
 
+def test_a_client_that_reads_on_slowly_is_not_cancelled() -> None:
+    async def test(exchange: Exchange, write: Write) -> None:
+        exchange._loop = clock = Clock()  # type: ignore[assignment]
+        await write(2 * UNREAD)
+        for _ in range(200):
+            clock.now += 30
+            await write(2)
+            assert await exchange.next() == REPLY
+        assert not exchange.job.cancelled
+
+    with_exchange(test, stall_seconds=60)
+
+
 def test_a_client_that_catches_up_has_its_time_again() -> None:
     async def test(exchange: Exchange, write: Write) -> None:
         exchange._loop = clock = Clock()  # type: ignore[assignment]

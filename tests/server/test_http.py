@@ -15,6 +15,7 @@ from server_harness import WEATHER, Running, call_pieces, line, scripted
 from ds4.server import app as app_module
 
 HELLO = [{"role": "user", "content": "Hello"}]
+FLAT = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +312,26 @@ def test_a_malformed_call_is_an_error_event_in_a_stream_and_text_otherwise() -> 
         assert choice["finish_reason"] == "stop"
         assert "nonsense" in choice["message"]["content"]
         assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ends"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER]}, '"error":'),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", **WEATHER["function"]}]}, "response.failed"),
+        ("/v1/messages", {"messages": HELLO, "tools": [FLAT], "thinking": True}, "event: error"),
+    ],
+)
+def test_a_stream_ends_where_its_call_turns_out_malformed(path: str, body: dict[str, Any], ends: str) -> None:
+    start = call_pieces(("get_weather", [("city", "Rome", True)]))
+    cut = start.index(">\n", start.index(' name="get_weather"')) + 1
+    with scripted(line("</think>", *start[:cut], "nonsense", then="repeat")) as server:
+        text = server.post({**body, "stream": True, "max_tokens": 1500}, path).text
+        assert ends in text
+        assert "malformed tool call" in text
+        assert server.worker.wait_idle(30)
+        (session,) = server.worker.sessions()
+        assert server.worker.engine.tokenizer.decode(session.tokens).count(b"nonsense") <= 2
 
 
 def test_half_a_call_that_a_stop_string_leaves_is_no_call() -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import line, scripted
+from server_harness import line, random_engine, scripted
 from worker_harness import Gate, TestClock, last, look_until, move, replies_to, request, run, timed_worker
 
-from ds4.server.request import Done, Failed
+from ds4.model.cache import RowPool
+from ds4.server.config import ServerConfig
+from ds4.server.request import Admitted, Done, Failed
 from ds4.server.watch import StepLostError, StepWatch
+from ds4.server.worker import Backend, Worker
 
 # ---- requests and steps that take too long ---------------------------------------------------------------------------
 
@@ -182,6 +185,47 @@ def test_a_step_that_hangs_while_the_server_stops_does_not_keep_its_client_waiti
     assert worker.stop(10)
     hang.returns.set()
     stuck_thread.join(30)
+
+
+def test_a_lost_step_of_a_real_model_does_not_write_into_what_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServerConfig(ctx=4096, step_timeout=5)
+    victim = request("victim " * 200)
+    engine = random_engine.__wrapped__()
+    alone = Worker(Backend(engine, "m"), config, None, TestClock())
+    (expected,) = run(alone, [victim])
+    assert alone.stop(30)
+    worker = Worker(Backend(engine, "m"), config, None, TestClock())
+    stuck, inside, go_on = worker._thread, threading.Event(), threading.Event()
+    allocate = RowPool.allocate
+
+    def slow(pool: RowPool) -> int:
+        if threading.current_thread() is stuck and not go_on.is_set():
+            inside.set()
+            assert go_on.wait(30)
+        return allocate(pool)
+
+    monkeypatch.setattr(RowPool, "allocate", slow)
+    (lost,) = replies_to(worker, request("slow " * 100))
+    worker.start()
+    assert inside.wait(30)
+    move(worker, 5)
+    assert isinstance(last(lost), Failed)
+    (replied,) = replies_to(worker, victim)
+    # The new thread is at work on the victim's prompt when the lost step goes on in its own pages.
+    while not isinstance(replied.get(timeout=30), Admitted):
+        pass
+    go_on.set()
+    stuck.join(30)
+    assert not stuck.is_alive()
+    done = last(replied)
+    assert isinstance(done, Done)
+    assert done.message == expected.message
+    assert run(worker, [victim], start=False)[0].message == expected.message
+    pools = worker.engine.runner.model.cache.pools  # type: ignore[attr-defined]
+    assert pools is not engine.runner.model.cache.pools
+    for pool in pools.values():
+        assert sorted(pool._free) == [i for i, count in enumerate(pool._references) if not count]
+    assert worker.stop(30)
 
 
 def test_a_prompt_whose_step_hangs_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from ds4.chat.tools import tool_schemas
 from ds4.engine import Session
 from ds4.server import worker as worker_module
 from ds4.server.config import ServerConfig
-from ds4.server.request import ChatRequest, Done, Events, Failed, Reply
+from ds4.server.request import ChatRequest, Done, Events, Failed, QueueFullError, Reply, ShuttingDownError
 from ds4.server.trace import Trace
-from ds4.server.worker import Backend, QueueFullError, ShuttingDownError, Worker
+from ds4.server.worker import Backend, Worker
 
 
 def model_worker(**options: Any) -> Worker:
@@ -371,4 +371,5 @@ def test_what_was_sampled_as_characters_comes_back_as_characters(value: str) -> 
     ids = worker.prompts.build(ChatRequest("m", messages, tool_schemas([WEATHER]), thinking=False)).ids
     assert block.encode() in tokens.decode(ids)
     reply = ids[ids.index(tokens.assistant) + 2 :]
-    assert [id for id in reply if id in tokens.special.values()] == [*[tokens.dsml] * 6, tokens.eos]
+    opened = [tokens.assistant, tokens.end_think]
+    assert [id for id in reply if id in tokens.special.values()] == [*[tokens.dsml] * 6, tokens.eos, *opened]

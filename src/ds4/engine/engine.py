@@ -99,6 +99,10 @@ class Runner(Protocol):
         """The state of an empty sequence."""
         ...
 
+    def renew(self) -> Runner:
+        """A runner of the same model that shares nothing with this one that a step writes to."""
+        ...
+
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
     ) -> list[Tensor | None]:
@@ -116,6 +120,10 @@ class ModelRunner:
     def new_state(self) -> State:
         """The state of an empty sequence."""
         return self.model.new_state()
+
+    def renew(self) -> ModelRunner:
+        """See `Runner`: the weights are shared, the pages of the rows are not."""
+        return ModelRunner(DeepseekV4(self.model.weights, self.model.qat_sim, self.model.index_selection))
 
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
@@ -203,6 +211,10 @@ class Engine:
         shape = replace(self.shape, name="custom")
         tensors = {name: self._tensors[name] for name in expected_tensors(shape)}
         save(path, shape, tensors, tokenizer=tokenizer, qat_sim=self.runner.model.qat_sim)
+
+    def renew(self) -> Engine:
+        """An engine over the same weights for when a step of this one is stuck: nothing it writes to is shared."""
+        return Engine(self.runner.renew(), self._tokenizer, self.config, self._tensors)
 
     def session(self) -> Session:
         """A new, empty session."""

@@ -214,8 +214,9 @@ def _distribution(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDAr
     floor = -math.inf
     if sampling.min_p > 0 and sampling.top_p == 1:
         floor = float(scores[best]) + sampling.temperature * (math.log(sampling.min_p) - 1)
-    if 0 < sampling.top_k < len(scores):
-        ids = _largest(scores, min(sampling.top_k, MAX_TOP_K))
+    top_k = min(sampling.top_k, MAX_TOP_K)
+    if 0 < top_k < len(scores):
+        ids = _largest(scores, top_k)
     else:
         ids = np.flatnonzero(scores >= floor)
 

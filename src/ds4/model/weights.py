@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,8 +67,11 @@ def join(*parts: Matrix) -> Matrix:
     return DenseMatrix(joined.dense()) if all(isinstance(part, DenseMatrix) for part in parts) else joined
 
 
-class Scratch:
-    """Buffers that are used again and again: fresh memory of this size costs more than dequantising into it."""
+class Scratch(threading.local):
+    """Buffers that are used again and again: fresh memory of this size costs more than dequantising into it.
+
+    Each thread has its own, so that a step that was given up and still runs disturbs nobody.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}

@@ -193,7 +193,8 @@ class Generation:
         return self._parser.malformed or (self._parser.failed and not self.request.streamed)
 
     def _go_on(self) -> list[Event]:
-        if self._over or self._parser.done:
+        # Of a call that was sent and cannot be read, a client gets nothing more than that it failed.
+        if self._over or self._parser.done or (self._parser.failed and self.request.streamed):
             return self._end("stop")
         if self.completion >= self._limit:
             return self._end("length")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds4.errors import ContextOverflowError, RequestError
-from ds4.server.worker import QueueFullError, ShuttingDownError
+from ds4.server.request import QueueFullError, ShuttingDownError
 
 _ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
     {

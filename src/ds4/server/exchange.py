@@ -72,6 +72,8 @@ class Exchange:
     async def next(self, timeout: float | None = None) -> Reply | None:
         """The next reply, or None if there is none for `timeout` seconds. Raises ClientGoneError."""
         if not self._replies.empty():
+            # Who reads on is not behind, however slowly it reads.
+            self._behind_since = None
             return self._replies.get_nowait()
         getter = asyncio.ensure_future(self._replies.get())
         try:

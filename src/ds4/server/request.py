@@ -11,6 +11,15 @@ from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.chat.tools import ToolSchema
 from ds4.engine.sampling import Sampling
+from ds4.errors import RequestError
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as may wait."""
+
+
+class ShuttingDownError(RequestError):
+    """The server takes no requests any more: it is shutting down, or its worker has ended."""
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,10 @@ class ScriptedRunner:
         """The state of an empty sequence."""
         return ScriptedState(self._kv_bytes, self._tokenizer)
 
+    def renew(self) -> ScriptedRunner:
+        """See `ds4.engine.engine.Runner`; all that a step writes to is in its states."""
+        return self
+
     def close(self) -> None:
         """End all waiting, also that of a step that hangs."""
         self._closed.set()

@@ -18,14 +18,25 @@ from math import inf
 from ds4.chat.events import CallBegin, Event
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION, Engine, Session
-from ds4.errors import RequestError
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import bind_reply, loses_reasoning, plan
 from ds4.server.decode import ChooserFactory, Ending, Generation, sampling_chooser
 from ds4.server.prompting import PromptBuilder
 from ds4.server.recovery import MIN_ROOM, correction
 from ds4.server.replay import ReplayMemory
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply, Usage
+from ds4.server.request import (
+    Admitted,
+    ChatRequest,
+    Done,
+    Events,
+    Failed,
+    Job,
+    Prompt,
+    QueueFullError,
+    Reply,
+    ShuttingDownError,
+    Usage,
+)
 from ds4.server.running import Running, TimedJob
 from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
@@ -44,14 +55,6 @@ _TURN_BOUNDARIES = 6
 
 _MIN_SYSTEM = 32
 """Tokens of a system region that is worth a way back of its own."""
-
-
-class QueueFullError(RequestError):
-    """As many requests wait as may wait."""
-
-
-class ShuttingDownError(RequestError):
-    """The server takes no requests any more: it is shutting down, or its worker has ended."""
 
 
 @dataclass
@@ -212,7 +215,7 @@ class Worker:
         stuck = [*self._prefilling, *self._decoding]
         self._prefilling, self._decoding = [], []
         # Nothing that the lost step holds is used again: its sessions go with the engine that they came from.
-        self.engine = Engine(self.engine.runner, self.engine.tokenizer, self.engine.config)
+        self.engine = self.engine.renew()
         self._slots = SlotTable(self.engine, self.config.max_sessions)
         self._stuck_steps += 1
         message = (
@@ -407,12 +410,11 @@ class Worker:
                 continue
             try:
                 events = self._watch.step(generation.step)
+                self._send(running, events)
                 if generation.malformed is not None:
                     if self._ask_again(running, generation):
-                        self._send(running, events)
                         continue
-                    events += generation.give_up()
-                self._send(running, events)
+                    self._send(running, generation.give_up())
                 if generation.ending is not None:
                     self._finish(running, generation.ending)
                 else:
