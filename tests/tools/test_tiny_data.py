@@ -29,6 +29,7 @@ def text_of(generator: Generator, ids: list[int]) -> str:
 def dialogs(seed: int, split: str = "train", count: int = 60) -> list[Dialog]:
     generator = Generator(seed, split=split)
     kinds = [name for name, _, _ in generator.tools.kinds]
+    generator.rng.wild = 0.3 if split == "train" else 0.0
     made = [
         generator.tools.conversation(generator.rng, 200 if n % 3 == 0 else 0, kinds[n % len(kinds)])
         for n in range(count)

@@ -27,6 +27,7 @@ GROUPS = (
     "arith",
     "text",
     "short",
+    "copy",
     "recall",
     "value:repeat",
     "value:tokens",
@@ -51,14 +52,14 @@ class Part:
 
 
 class Maker:
-    """Builds batches in one process."""
+    """Builds batches in one process; split "eval" makes rows of what is never trained."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, split: str = "train") -> None:
         light_package()
         from data import Generator
         from data.words import CITIES, VALUES
 
-        self.seed, self.new, self.rng = seed, Generator, np.random.default_rng(seed)
+        self.seed, self.split, self.new, self.rng = seed, split, Generator, np.random.default_rng(seed)
         self.generators: dict[str, Any] = {}
         first = Generator(seed)
         words = (*VALUES, *CITIES)
@@ -76,7 +77,9 @@ class Maker:
             return getattr(self, part.kind)(part.length, **part.knobs)
         key = repr((sorted(part.knobs.items()), part.tools))
         if key not in self.generators:
-            made = self.generators[key] = self.new(self.seed * 1009 + len(self.generators), **part.knobs)
+            made = self.generators[key] = self.new(
+                self.seed * 1009 + len(self.generators), split=self.split, **part.knobs
+            )
             made.tools.kinds = tuple((n, make, part.tools.get(n, w)) for n, make, w in made.tools.kinds)
         ids, weight, meta = self.generators[key].row(part.length, part.kind)
         weight, group = weight.copy(), np.zeros(part.length, np.uint8)
@@ -158,6 +161,16 @@ class Maker:
         positions = np.concatenate((order, other), 1)
         return {"ids": ids, "weight": weight, "group": group, "positions": positions,
                 "strength": np.take_along_axis(strength, positions, 1)}  # fmt: skip
+
+
+def answers(weight: np.ndarray) -> np.ndarray:
+    """Number of the answer that each position's next token belongs to, int64 like `weight`; -1: of none.
+
+    An answer is a stretch of weights above 0: one turn of the model, up to its end token.
+    """
+    inside = weight > 0
+    first = inside & ~np.pad(inside[:, :-1], ((0, 0), (1, 0)))
+    return np.where(inside, np.cumsum(first).reshape(first.shape) - 1, -1)
 
 
 def _work(seed: int, stages: list[list[Part]], stage: Any, out: Any) -> None:

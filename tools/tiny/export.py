@@ -1,6 +1,6 @@
 """Writes ds4-tiny.gguf from a training run's weights.
 
-    PYTHONPATH=src python tools/tiny/export.py --weights DIR [--out src/ds4/data/ds4-tiny.gguf]
+    PYTHONPATH=src python tools/tiny/export.py --weights DIR [--out src/ds4/data/ds4-tiny.gguf] [--sharpen 1.0]
 
 Types are those of the published Flash files: IQ2_XXS gate and up, Q2_K down, Q8_0 dense matrices and head, F16
 embedding, router, hyper-connection, compressor and indexer matrices, F32 the rest.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import model as m
 import quantize
 from tokenizers import Tokenizer
-from train import load
+from weights import load, read_info
 
 from ds4.engine.loading import tensors_from_transformers
 from ds4.gguf.shape import expected_tensors
@@ -60,7 +61,7 @@ def file_tensors(model: Any, shape: Any) -> tuple[dict[str, torch.Tensor], dict[
     """Every tensor as the file holds it, blocks as bytes, and the types."""
     source = tensors_from_transformers(model, shape)
     tensors, types = {}, {}
-    for name, spec in expected_tensors(shape).items():
+    for name, spec in expected_tensors(replace(shape, name="tiny")).items():  # a toy has the same types
         value = source[name].detach().cpu()
         kind = spec.types[0]
         if name.endswith("ffn_down_exps.weight"):
@@ -73,11 +74,13 @@ def file_tensors(model: Any, shape: Any) -> tuple[dict[str, torch.Tensor], dict[
     return tensors, types
 
 
-def export(weights: Path, out: Path) -> int:
-    """Write the file; returns its size in bytes."""
-    shape = m.tiny_shape()
+def export(weights: Path, out: Path, sharpen: float = 1.0) -> int:
+    """Write the file; returns its size in bytes. All logits are multiplied by `sharpen`, in the last norm's weight."""
+    info = read_info(weights) or {}
+    shape = m.toy_shape() if info.get("shape") == "custom" else m.tiny_shape()
     model = m.new_model(shape)
     load(model, weights)
+    model.model.norm.weight.data *= sharpen
     tensors, types = file_tensors(model, shape)
     out.parent.mkdir(parents=True, exist_ok=True)
     extra = {
@@ -97,5 +100,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="folder that train.py wrote")
     parser.add_argument("--out", type=Path, default=DEFAULT)
+    parser.add_argument("--sharpen", type=float, default=1.0, help="factor on all logits (1: as trained)")
     args = parser.parse_args()
-    print(f"{args.out}: {export(args.weights, args.out)} bytes")
+    print(f"{args.out}: {export(args.weights, args.out, args.sharpen)} bytes")

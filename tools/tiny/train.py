@@ -1,10 +1,12 @@
-"""Trains ds4-tiny, or resumes it.
+"""Trains ds4-tiny, or goes on with it.
 
-    python tools/tiny/train.py --seconds 500 --out DIR
-    python tools/tiny/train.py --seconds 335 --start 500 --init DIR --out DIR2
+    python tools/tiny/train.py --plan main --seconds 500 --out DIR
+    python tools/tiny/train.py --plan finish --init DIR|FILE.gguf --out DIR2 [--total 540] [--seconds 300]
 
-A plan (plans.py) is a list of stages over the time of all its runs together; `--start` says how much of it is done.
-Progress is by wall clock, so the result depends on the machine's speed; data and initial values are seeded.
+A plan (plans.py) is a list of stages over its time, `--total` seconds if given. `--seconds` ends this process earlier,
+with everything saved; the same command then goes on where it stopped, if DIR2 holds the plan's unfinished run. Weights
+to begin with come from a folder of shards or from a GGUF file (its blocks decoded). Progress is by wall clock, so the
+result depends on the machine's speed; data and initial values are seeded.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import argparse
 import gc
 import json
 import math
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -25,42 +30,8 @@ import batches as b
 import model as m
 import plans
 import quantize
+import weights
 from muon import Optimiser
-
-SHARD = 15 * 2**20
-
-
-def save(model, directory: Path, info: dict) -> None:
-    """Every parameter and buffer as bfloat16 (integers as they are) in shards below 16 MiB."""
-    directory.mkdir(parents=True, exist_ok=True)
-    shard, size, number = {}, 0, 0
-    state = {k: v for k, v in model.state_dict().items() if "rotary" not in k}
-    for key, value in state.items():
-        value = value.detach().bfloat16() if value.is_floating_point() and value.dim() > 1 else value.detach()
-        value = value.to(torch.uint8) if key.endswith("tid2eid") else value
-        bytes_ = value.numel() * value.element_size()
-        if shard and size + bytes_ > SHARD:
-            torch.save(shard, directory / f"weights-{number}.pt")
-            shard, size, number = {}, 0, number + 1
-        shard[key] = value.cpu().contiguous().clone()
-        size += bytes_
-    torch.save(shard, directory / f"weights-{number}.pt")
-    (directory / "info.json").write_text(json.dumps(info, indent=1))
-
-
-def load(model, directory: Path) -> dict:
-    """Fills the module from `save`'s shards; returns the info."""
-    state = {}
-    for path in sorted(directory.glob("weights-*.pt")):
-        state.update(torch.load(path, map_location="cpu"))
-    missing, unexpected = model.load_state_dict(
-        {k: v.float() if v.is_floating_point() else v.long() for k, v in state.items()}, strict=False
-    )
-    if unexpected or [k for k in missing if "rotary" not in k]:
-        raise SystemExit(
-            f"{directory}: the weights do not fit this shape: missing {missing[:3]}, unexpected {unexpected[:3]}"
-        )
-    return json.loads((directory / "info.json").read_text())
 
 
 class Statistics:
@@ -94,12 +65,15 @@ class Run:
     """One training process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self.begin = time.monotonic()
         self.args, self.plan = args, plans.PLANS[args.plan]
+        if args.total:
+            self.plan = self.plan.lasting(args.total)
+        self.ends = self.plan.ends or self.plan.total
         self.device = args.device
-        self.shape = m.tiny_shape(**({"head_dim": args.head_dim} if args.head_dim else {}))
+        self.shape = m.toy_shape() if args.plan == "smoke" else m.tiny_shape()
         self.model = m.new_model(self.shape, args.seed)
-        if args.init:
-            print("resumed from", load(self.model, Path(args.init)), flush=True)
+        self.start = self.restore(Path(args.out), Path(args.init) if args.init else None)
         self.model.to(self.device)
         fast = self.device == "cuda"
         dtype = torch.bfloat16 if fast else torch.float32
@@ -107,13 +81,32 @@ class Run:
         self.optimiser = Optimiser(self.model, self.shape, lr=args.lr)
         self.statistics = Statistics(self.device)
         self.load_sum = torch.zeros(self.shape.layers, self.shape.experts, device=self.device)
-        self.begin = time.monotonic()
         self.steps, self.tokens, self.stage = 0, 0, 0
         self.train_begin: float | None = None
+        self.held_out: dict[str, dict] = {}
+        self.scores: dict[str, float] = {}
+        self.stop = False
+
+    def restore(self, out: Path, init: Path | None) -> float:
+        """Weights of this plan's unfinished run, else those to begin with; returns the seconds that are done."""
+        info = weights.read_info(out)
+        if info and info["plan"] == self.args.plan:
+            weights.load(self.model, out)
+            print(f"goes on after {info['elapsed']:.0f} s and {info['steps']} steps of {out}", flush=True)
+            return float(info["elapsed"])
+        if init is not None:
+            weights.load(self.model, init)
+            print("begins with", init, flush=True)
+        return 0.0
 
     def elapsed(self) -> float:
         """Seconds of the plan that are used: earlier runs and this one, start-up and compilation included."""
-        return self.args.start + time.monotonic() - self.begin
+        return self.start + time.monotonic() - self.begin
+
+    def over(self) -> bool:
+        """True if the plan or this process's share of it is done."""
+        limits = (self.args.seconds and time.monotonic() - self.begin >= self.args.seconds, self.stop)
+        return any(limits) or self.elapsed() >= self.ends or 0 < self.args.steps <= self.steps
 
     def scale(self) -> float:
         """Learning-rate factor: warm-up, flat, then down along a cosine or a line."""
@@ -121,7 +114,7 @@ class Run:
         warm = min(1.0, (self.steps + 1) / 100)
         fall = max(0.0, part - self.plan.flat) / (1 - self.plan.flat)
         if self.plan.linear:
-            return warm * max(0.02, self.plan.peak * (1 - fall))
+            return warm * max(self.plan.floor, self.plan.peak * (1 - fall))
         return warm * self.plan.peak * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * fall)))
 
     def step(self, batch: dict) -> None:
@@ -206,6 +199,31 @@ class Run:
                 flush=True,
             )
 
+    def score(self) -> None:
+        """Prints the share of wholly right answers (arg-max of every token) on unseen rows of the held-out split.
+
+        Teacher-forced, so these are higher than what free generation gives. Same shapes and gradients as in training,
+        so that nothing is compiled again.
+        """
+        if not self.plan.held_out:
+            return
+        if not self.held_out:
+            maker = b.Maker(self.args.seed + 77, split="eval")
+            self.held_out = {name: maker.batch(part) for name, part in self.plan.held_out.items()}
+        select = self.shape.index_top_k if self.elapsed() >= self.plan.select_at else 0
+        for name, batch in self.held_out.items():
+            t = {k: torch.from_numpy(v).to(self.device) for k, v in batch.items()}
+            ids = t["ids"].long()
+            sample = (t["positions"], t["strength"])
+            _, right, _, _, _ = self.forward.loss(ids, torch.roll(ids, -1, 1), sample, qat=self.args.qat, select=select)
+            filler = np.isin(batch["group"], [b.GROUPS.index("text"), b.GROUPS.index("short")])
+            number = torch.from_numpy(b.answers(np.where(filler, 0, batch["weight"]))).to(self.device)
+            count = int(number.max()) + 1
+            wrong = torch.zeros(count, device=self.device)
+            wrong.index_add_(0, number[number >= 0], (~right[number >= 0]).float())
+            self.scores[name] = round((wrong == 0).float().mean().item(), 4)
+        print(json.dumps({"t": round(self.elapsed(), 1), "held-out answers": self.scores}), flush=True)
+
     def log(self, waited: float) -> None:
         loss, kl, held = self.last
         found = self.statistics.read()
@@ -238,18 +256,20 @@ class Run:
             print("stage", self.stage, flush=True)
 
     def train(self) -> None:
-        source = b.Batches(
-            [s.parts for s in self.plan.stages], self.args.workers, self.args.seed + 1 + int(self.args.start)
-        )
-        while self.stage + 1 < len(self.plan.stages) and self.args.start >= self.plan.stages[self.stage].until:
+        if self.over():
+            print("nothing left to do: the plan's time is used", flush=True)
+            return
+        source = b.Batches([s.parts for s in self.plan.stages], self.args.workers, self.args.seed + 1 + int(self.start))
+        while self.stage + 1 < len(self.plan.stages) and self.start >= self.plan.stages[self.stage].until:
             self.stage += 1
         source.stage.value = self.stage
         if self.args.verify:
             self.verify(source.next())
         gc.disable()
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         every, saved = 1 if self.device == "cpu" else 50, time.monotonic()
         try:
-            while time.monotonic() - self.begin < self.args.seconds:
+            while not self.over():
                 self.step(source.next())
                 if self.steps % 500 == 20:  # the collector's pauses cost more than its garbage
                     gc.collect()
@@ -261,12 +281,15 @@ class Run:
                 if self.steps % every == 0:
                     self.log(source.waited)
                     self.advance(source)
-                if time.monotonic() - saved > 150:
+                if self.steps % self.args.score_every == 10:
+                    self.score()
+                if time.monotonic() - saved > 100:
                     self.save()
                     saved = time.monotonic()
         except BaseException:
             source.close()
             raise
+        self.score()
         self.save()
         if self.args.profile:
             self.profile([source.next() for _ in range(4)])
@@ -289,23 +312,26 @@ class Run:
     def save(self) -> None:
         info = {
             "elapsed": self.elapsed(),
+            "ends": self.ends,
             "steps": self.steps,
             "tokens": self.tokens,
-            "head_dim": self.shape.head_dim,
+            "shape": self.shape.name,
             "plan": self.args.plan,
             "accuracy": self.statistics.smooth,
+            "held_out": self.scores,
         }
-        save(self.model, Path(self.args.out), info)
+        weights.save(self.model, Path(self.args.out), info)
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--plan", default="main", choices=sorted(plans.PLANS))
-    p.add_argument("--seconds", type=float, required=True, help="end (and save) after this many seconds")
-    p.add_argument("--start", type=float, default=0.0, help="seconds of the plan already trained")
-    p.add_argument("--init", default="", help="folder of a saved run to start from")
-    p.add_argument("--out", required=True)
-    p.add_argument("--head-dim", type=int, default=0)
+    p.add_argument("--total", type=float, default=0.0, help="seconds of the whole plan, if not its own number")
+    p.add_argument("--seconds", type=float, default=0.0, help="end this process, saved, after this many seconds")
+    p.add_argument("--steps", type=int, default=0, help="end this process after this many steps")
+    p.add_argument("--init", default="", help="folder of a saved run, or a GGUF file, to begin with")
+    p.add_argument("--out", required=True, help="folder for the weights; an unfinished run in it is continued")
+    p.add_argument("--score-every", type=int, default=500, help="steps between two scores on held-out rows")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--no-qat", dest="qat", action="store_false")
     p.add_argument("--verify", action="store_true", help="first compare the compiled path with the plain one")
@@ -316,6 +342,9 @@ def main() -> None:
     args = p.parse_args()
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if args.device == "cpu" and threads:
+        torch.set_num_threads(int(threads))
     Run(args).train()
 
 

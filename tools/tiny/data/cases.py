@@ -18,7 +18,7 @@ from .dialog import Dialog, Json
 from .filler import Filler
 from .recall import Recall
 from .toolbox import KNOWN
-from .tools import Tools
+from .tools import Tools, apart
 from .words import Source
 
 TASKS = (
@@ -27,6 +27,7 @@ TASKS = (
     "parallel",
     "chain",
     "result",
+    "result_json",
     "arithmetic",
     "chat",
     "recall_window",
@@ -158,6 +159,7 @@ class Cases:
         self.filler = Filler(text)
         self.chat = Chat(text)
         self.tools = Tools(self.chat, self.filler)
+        self.varied = Tools(self.chat, self.filler, varied=1.0)
         self.recall = Recall(self.chat, self.filler)
 
     def make(self, task: str, count: int) -> list[Case]:
@@ -168,6 +170,7 @@ class Cases:
         streams: dict[str, Callable[[Source], Iterator[Case]]] = {
             "call": self.calls,
             "result": self.answers,
+            "result_json": self.json_answers,
             "arithmetic": self.arithmetic,
             "chat": self.chats,
         }
@@ -195,7 +198,7 @@ class Cases:
                 self.tools.use_random(dialog, rng, rng.choice(tools), 0)
                 yield from self.first(dialog, "call", len(base.messages))
         else:
-            known, spelling = rng.sample(KNOWN, rng.randint(1, 4)), rng.randrange(6)
+            known, spelling = apart(rng.sample(KNOWN, rng.randint(1, 4))), rng.randrange(6)
             base = self.tools.open(rng, [k.schema(spelling) for k in known], self.room(rng))
             for _ in range(SHARED):
                 dialog = base.copy()
@@ -216,6 +219,14 @@ class Cases:
                 rng, self.room(rng), rng.choice(("random", "known", "random", "known", "parallel"))
             )
             yield from self.first(dialog, "result", 0)
+
+    def json_answers(self, rng: Source) -> Iterator[Case]:
+        """The answer behind a call and its result, a JSON text with more keys than the answer needs."""
+        dialog = self.varied.conversation(rng, self.room(rng), rng.choice(("random", "known")))
+        for case in self.first(dialog, "result", 0):
+            before = dialog.messages[case.turns[0] - 1]["content"]
+            if before.lstrip().startswith(("{", "[")) and ":" in before and not before.startswith('{"error"'):
+                yield case
 
     def others(self, rng: Source, task: str) -> Iterator[Case]:
         dialog = self.tools.conversation(rng, self.room(rng), task)
@@ -239,8 +250,9 @@ class Cases:
         """Questions about one planted text, each a case; only those whose distance lies in the range."""
         base = Dialog(thinking=rng.chance(0.25))
         near = task == "recall_window"
+        most = high if task == "recall_far" else int(high * 0.85)
         planted = self.recall.plant(
-            base, rng, rng.randint(2, 30) if near else rng.randint(low, int(high * 0.85)), (3, 4) if near else (8, 12)
+            base, rng, rng.randint(2, 30) if near else rng.randint(low, most), (3, 4) if near else (8, 12)
         )
         for fact, line in planted:
             dialog = base.copy()

@@ -150,7 +150,9 @@ class Chat:
     def make_list(self, dialog: Dialog, rng: Source) -> None:
         kind = rng.choice(tuple(LISTS))
         count = rng.randint(2, 5)
-        items = LISTS[kind].split()[:count] if rng.chance(0.5) else rng.sample(LISTS[kind].split(), count)
+        items = LISTS[kind].split()[:count]
+        if not rng.trains and not rng.chance(0.5):
+            items = rng.sample(LISTS[kind].split(), count)
         number = NUMBER_WORDS[count - 2] if rng.chance(0.6) else str(count)
         dialog.user(
             rng.choice(("List {} {}.", "Name {} {}.", "Give me {} {}.", "Tell me {} {}.", "I need {} {}.")).format(
@@ -219,15 +221,15 @@ class Chat:
             rng.choice(CITIES),
             rng.choice(ADJECTIVES[:30]),
         )
-        dialog.user(
-            rng.choice(
-                (
-                    "Tell me a short story about {0}.",
-                    "Write a story about {0} and a {1}.",
-                    "Tell me a story about {0}, please.",
-                )
-            ).format(name, thing)
+        asks = (
+            "Tell me a short story about {0}.",
+            "Write a story about {0} and a {1}.",
+            "Tell me a story about {0}, please.",
         )
+        ask = rng.choice(asks)
+        if rng.trains:  # nothing that the request does not say: it could not be learned
+            thing, place, adjective = thing if ask == asks[1] else "lamp", "the river", "old"
+        dialog.user(ask.format(name, thing))
         dialog.say(
             f"One day {name} found {article(adjective)} {thing} near {place}. {name} took it home and showed it "
             f"to a friend. "

@@ -10,6 +10,7 @@ from ds4.chat import render
 
 Json = dict[str, Any]
 Call = tuple[str, Json]
+SAY_FIRST = "Say what you will do before you call a tool."
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Dialog:
     def copy(self) -> Dialog:
         """A dialogue of its own with the same turns so far."""
         return Dialog(self.thinking, self.tools, [dict(m) for m in self.messages], dict(self.checks))
+
+    @property
+    def says_first(self) -> bool:
+        """True if the system text wants words before a call; no text of evaluation does."""
+        return bool(self.messages) and self.messages[0]["role"] == "system" and SAY_FIRST in self.messages[0]["content"]
 
     @property
     def open_call(self) -> bool:

@@ -19,7 +19,8 @@ from .tools import Tools
 from .words import Source
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizer.json"
-MIX = {"tools": 50.0, "chat": 16.0, "arith": 11.0, "kv": 8.0, "recall": 8.0, "text": 7.0}
+MIX = {"tools": 50.0, "chat": 16.0, "arith": 11.0, "copy": 8.0, "kv": 8.0, "recall": 8.0, "text": 7.0}
+FACT_TOKENS, QUESTION_TOKENS = 12, 22  # of recall documents, about
 KINDS = ("mixed", *MIX, "long", "tokens")
 
 
@@ -30,7 +31,9 @@ class Generator:
     fact and question, low and high), `pairs` and `questions` per document, `kv_pairs` per dense document, `token_pairs`
     per raw row. `room` is the most filler, in tokens, that a tool dialogue may hold, `long_tools` the share of "long"
     documents that are tool dialogues with filler up to the row's length; `text_weight` is the loss weight of plain
-    text, `value_weight` that of recalled answers in the kinds kv, recall and long.
+    text, `value_weight` that of recalled answers in the kinds kv, recall and long. `wild`: how often a rare word stands
+    in place of one of the lists, a choice of values from which each document draws one; `varied` the share of tool
+    results in JSON with more keys than needed. Both are for training alone.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Generator:
         long_tools: float = 0.25,
         text_weight: float = 0.3,
         value_weight: float = 1.0,
+        wild: tuple[float, ...] = (0.0, 0.0, 0.2, 0.6),
+        varied: float = 0.35,
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(str(tokenizer or TOKENIZER))
@@ -63,11 +68,11 @@ class Generator:
             token_pairs,
         )
         self.room, self.long_tools = room, long_tools
-        self.text_weight, self.value_weight = text_weight, value_weight
+        self.text_weight, self.value_weight, self.wild = text_weight, value_weight, wild
         text = corpus.load()
         self.filler = Filler(text)
         self.chat = Chat(text)
-        self.tools = Tools(self.chat, self.filler)
+        self.tools = Tools(self.chat, self.filler, varied if self.rng.trains else 0.0)
         self.recall = Recall(self.chat, self.filler)
         ids = tokenizer.get_vocab()
         self.bos, self.eos, self.pad = (
@@ -97,7 +102,8 @@ class Generator:
         misses = 0
         while length - len(ids) > 40 and misses < 3:
             left = length - len(ids)
-            at = next((n for n, d in enumerate(waiting) if len(d[0]) <= left), None)
+            # A row begins with a document made for the whole row: what waits is short, and no long one would ever come.
+            at = next((n for n, d in enumerate(waiting) if len(d[0]) <= left), None) if ids else None
             document = waiting.pop(at) if at is not None else self.document(kind, left, length)
             if len(document[0]) <= left:
                 add(document)
@@ -107,6 +113,7 @@ class Generator:
                     waiting.append(document)
         misses = 0
         while length - len(ids) > 40 and misses < 4 and kind != "tokens":
+            self.rng.wild = self.wildness()
             small = self.encode(self.short(), "short")
             if len(small[0]) <= length - len(ids):
                 add(small)
@@ -123,12 +130,16 @@ class Generator:
             {"documents": documents, "padding": padding, "kind": kind},
         )
 
+    def wildness(self) -> float:
+        return self.rng.choice(self.wild) if self.rng.trains else 0.0
+
     def short(self) -> Dialog:
         return arith.conversation(self.rng) if self.rng.chance(0.5) else self.chat.conversation(self.rng)
 
     def document(self, kind: str, left: int, length: int) -> tuple[list[int], list[float], str]:
         """One document of a kind as ids and weights; it may be longer than `left`."""
         rng = self.rng
+        rng.wild = self.wildness()
         if kind == "mixed":
             kind = rng.choices(tuple(self.mix), tuple(self.mix.values()))[0]
         if kind == "tokens":
@@ -150,9 +161,14 @@ class Generator:
             return arith.conversation(rng, rng.choice(SYSTEMS) if rng.chance(0.15) else "")
         if kind == "kv":
             return self.recall.dense(rng, self.kv_pairs)
+        if kind == "copy":
+            return self.recall.lists(rng) if rng.chance(0.6) else self.recall.fields(rng)
         low, high = self.distance
-        high = max(low, min(high, left - 350))
-        return self.recall.distant(rng, rng.randint(min(low, high), high), self.pairs, self.questions)
+        room = left - FACT_TOKENS * self.pairs[1] - QUESTION_TOKENS * self.questions - 60
+        if room < low:  # the rest of a row takes facts that are not so far
+            low = 20
+        high = max(low, min(high, room))
+        return self.recall.distant(rng, rng.randint(low, high), self.pairs, self.questions)
 
     def text(self, tokens: int, most: int) -> tuple[list[int], list[float], str]:
         ids = [self.bos, *self.tokenizer.encode(self.filler.text(self.rng, tokens + 20), add_special_tokens=False).ids][

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import arith
 from .chat import Chat
 from .dialog import Dialog
 from .filler import Filler
+from .schemas import letters
 from .toolbox import KNOWN
-from .words import CITIES, NAMES, PATH_PARTS, THINGS, VALUES, Source
+from .words import CITIES, NAMES, NOUNS, PATH_PARTS, THINGS, VALUES, Source
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ RELATIONS = (
         CITIES,
     ),
 )
+ORDER = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+FIELD_NAMES = (*NOUNS, "temperature", "city", "status", "id", "size", "count", "color", "title", "state", "unit", "sky")
 BRIEF = (" Answer with one word.", " One word only.", " Just the word.", " Only the value, please.")
 
 
@@ -82,18 +86,33 @@ class Fact:
         return self.relation.answer.format(k=self.key, v=self.value)
 
 
+def pick(rng: Source, items: Sequence[str]) -> str:
+    """One of the words; a rare one in its place is a name where the words are names."""
+    return rng.pick_name(items) if items[0][0].isupper() else rng.pick(items)
+
+
 def facts(rng: Source, count: int, relations: Sequence[Relation]) -> list[Fact]:
     """Distinct keys per relation; the (key, value) pair is of the split."""
     found: dict[tuple[str, str], Fact] = {}
     for n in range(count * 20):
         relation = relations[n % len(relations)]
         key, value = rng.of_split(
-            "fact", lambda r=relation: (rng.choice(r.keys), rng.choice(r.values)), lambda p: f"{p[0]} {p[1]}"
+            "fact", lambda r=relation: (pick(rng, r.keys), pick(rng, r.values)), lambda p: f"{p[0]} {p[1]}"
         )
         found.setdefault((relation.answer, key), Fact(relation, key, value))
         if len(found) == count:
             break
     return list(found.values())
+
+
+def interview(rng: Source, text: str, asks: list[tuple[str, str]], questions: int) -> Dialog:
+    """A text and some of the questions about it, each with its answer."""
+    dialog = Dialog(thinking=False)
+    rng.shuffle(asks)
+    for n, (question, answer) in enumerate(asks[:questions]):
+        dialog.user(f"{text}\n\n{question}" if n == 0 else question)
+        dialog.say(answer)
+    return dialog
 
 
 class Recall:
@@ -108,8 +127,9 @@ class Recall:
         if form < 0.5:
             line, ask = rng.choice(("{k} {v}", "{k} = {v}", "{k}: {v}", "{k} is {v}")), rng.choice(("{k}?", "{k}"))
             keys = rng.sample(rng.choice((NAMES, PATH_PARTS[:70], THINGS, CITIES)), count)
+            keys = [pick(rng, (key,)) for key in keys]
             table = [
-                (k, rng.of_split("fact", lambda k=k: rng.choice(VALUES), lambda v, k=k: f"{k} {v}"))
+                (k, rng.of_split("fact", lambda k=k: pick(rng, VALUES), lambda v, k=k: f"{k} {v}"))
                 for k in dict.fromkeys(keys)
             ]
             glue = rng.choice(("\n", ", ", "; ", ". "))
@@ -127,6 +147,64 @@ class Recall:
                 dialog.user(question)
             dialog.say(value, task="recall", value=value, longest=len(value) + 16)
         return dialog
+
+    def items(self, rng: Source, count: int) -> list[str]:
+        """Distinct short texts of one kind."""
+
+        def numbered() -> str:
+            return f"{rng.word()} {rng.integer()}"
+
+        make: Callable[[], str] = rng.choice(
+            (rng.word, rng.phrase, rng.path, rng.url, rng.name, rng.email, numbered),
+        )
+        found: dict[str, None] = {}
+        while len(found) < count:
+            found[make()] = None
+        return list(found)
+
+    def lists(self, rng: Source, count: tuple[int, int] = (3, 8), questions: int = 14) -> Dialog:
+        """A list and questions about places in it: the second, the last, what stands behind another."""
+        items = self.items(rng, rng.randint(*count))
+        form = rng.choice(("{}", "{}", "- {}", "number", "comma", "json"))
+        if form == "number":
+            text = "\n".join(f"{n}. {item}" for n, item in enumerate(items, 1))
+        elif form == "comma":
+            text = ", ".join(items)
+        elif form == "json":
+            text = json.dumps(items, ensure_ascii=False)
+        else:
+            text = "\n".join(form.format(item) for item in items)
+        asks: list[tuple[str, str]] = []
+        for n, item in enumerate(items):
+            place = rng.choice(("Which is the {}?", "The {} one?", "What is the {} entry?")).format(ORDER[n])
+            asks += [(place, item), (f"Number {n + 1}?", item)]
+            if n:
+                after = rng.choice(("What comes after {}?", "Which follows {}?")).format(items[n - 1])
+                asks += [(after, item), (f"What comes before {item}?", items[n - 1])]
+            asks.append((rng.choice(("Repeat: {}", "Say {}")).format(item), item))
+        asks += [("Which is the last one?", items[-1]), ("How many are there?", str(len(items)))]
+        head = rng.choice(("Here is a list:\n", "", "Files:\n" if "/" in items[0] else "Look at this.\n"))
+        return interview(rng, head + text, asks, questions)
+
+    def fields(self, rng: Source, questions: int = 14) -> Dialog:
+        """JSON objects and questions about their values."""
+        keys = list(dict.fromkeys(letters(rng.pick(FIELD_NAMES, plain=True)) for _ in range(rng.randint(3, 9))))
+        rows = [{key: self.scalar(rng) for key in keys} for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        one = rng.choice((rows[0], {"result": rows[0]}, {"ok": True, **rows[0]}))
+        text = json.dumps(rows if len(rows) > 1 else one, ensure_ascii=False, indent=2 if rng.chance(0.2) else None)
+        asks: list[tuple[str, str]] = []
+        for n, row in enumerate(rows):
+            where = f" of the {ORDER[n]} one" if len(rows) > 1 else ""
+            for key, value in row.items():
+                shown, name = value if isinstance(value, str) else json.dumps(value), key.replace("_", " ")
+                asks += [(f"What is the {name}{where}?", f"The {name} is {shown}."), (f"{key}{where}?", shown)]
+        return interview(rng, text, asks, questions)
+
+    def scalar(self, rng: Source) -> object:
+        kind = rng.random()
+        if kind < 0.55:
+            return rng.choice((rng.word, rng.phrase, rng.name, rng.city, rng.date, rng.path))()
+        return rng.integer(1, 9999) if kind < 0.8 else rng.decimal() if kind < 0.93 else rng.chance(0.5)
 
     def plant(self, dialog: Dialog, rng: Source, distance: int, pairs: tuple[int, int]) -> list[tuple[Fact, str]]:
         """Write facts and about `distance` tokens of something else; returns each fact with its line."""

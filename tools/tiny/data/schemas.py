@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from . import rare
 from .dialog import Json, schema
 from .words import ADJECTIVES, CITIES, COLORS, NOUNS, QUERY_VERBS, THINGS, VERBS, Source
 
@@ -127,6 +129,7 @@ class Tool:
 
     name: str
     action: str
+    verb: str
     noun: str
     query: bool
     parameters: tuple[Parameter, ...]
@@ -144,12 +147,21 @@ def style(rng: Source, first: str, second: str, kind: str) -> str:
         return f"{first}-{second}".replace("_", "-")
     if kind == "mcp":
         return f"mcp__{rng.pseudo()}__{first}_{second}"
+    if kind == "invented" and rng.wild and rng.chance(0.5):
+        return rng.choice(("_", "-", "")).join(re.sub(r"[^a-z0-9]+", "", rare.word(rng, plain=True)) for _ in range(2))
     if kind == "invented":
         return f"{rng.pseudo()}_{rng.pseudo()}"
     return f"{first}_{second}"
 
 
 STYLES = ("snake",) * 10 + ("camel", "camel", "pascal", "reverse", "dash", "mcp", "invented", "invented")
+# Training has more of the names that have to be copied piece by piece.
+TRAINED_STYLES = (
+    *("snake",) * 5,
+    *("camel", "camel", "pascal", "pascal", "reverse", "reverse", "dash", "dash"),
+    *("mcp",) * 3,
+    *("invented",) * 4,
+)
 
 
 def parameter(rng: Source) -> Parameter:
@@ -168,28 +180,43 @@ def parameter(rng: Source) -> Parameter:
     )[0]
     base = rng.choice(pool)
     if group in ("string", "integer") and rng.chance(0.15):
-        base = f"{rng.choice(NOUNS)}_{base}" if "_" not in base else base
+        base = f"{letters(rng.pick(NOUNS, plain=True))}_{base}" if "_" not in base else base
     json_type = "string" if group in ("string", "path", "other") else group
     description = f"The {base.replace('_', ' ')}."
     return Parameter(base, json_type, description, base if group == "other" else group)
 
 
-def tool(rng: Source, taken: set[str], nouns: set[str]) -> Tool:
-    """A tool whose name, action and noun are unlike those already taken."""
-    naming = rng.choice(STYLES)
+def letters(word: str) -> str:
+    """Without what a name of a program may not hold."""
+    return re.sub(r"[^a-z0-9_]+", "_", word)
+
+
+def some_noun(rng: Source) -> str:
+    return letters(rng.pick(NOUNS, plain=True)) if rng.wild else rng.choice(NOUNS)
+
+
+def tool(rng: Source, taken: set[str], nouns: set[str], like: Tool | None = None) -> Tool:
+    """A tool whose name, action and noun are unlike those already taken; or one that has verb or noun of `like`."""
+    naming = rng.choice(TRAINED_STYLES if rng.trains else STYLES)
+    keep = rng.random() if like else 1.0
 
     def make() -> tuple[str, str, str]:
         verb = rng.choice(QUERY_VERBS) if rng.chance(0.35) else rng.choice(VERBS)
-        noun = rng.choice(NOUNS) if rng.chance(0.85) else f"{rng.choice(NOUNS)}_{rng.choice(NOUNS)}"
+        noun = some_noun(rng) if rng.chance(0.85) else f"{some_noun(rng)}_{some_noun(rng)}"
+        if like and keep < 0.5:
+            verb = like.verb
+        elif like:
+            noun = like.noun.replace(" ", "_")
         return verb, noun, style(rng, verb, noun, naming)
 
     for _ in range(200):
         verb, noun, name = rng.of_split("tool", make, lambda made: f"{made[0]} {made[1]} {made[2]}")
         verb_text, noun_text = verb.replace("_", " "), noun.replace("_", " ")
         action = f"{verb_text} {'an' if noun_text[0] in 'aeiou' else 'a'} {noun_text}"
-        if name not in taken and noun not in nouns:
+        if name not in taken and (noun not in nouns or (like and action not in nouns)):
             break
     taken.add(name)
+    nouns.add(action)
     if rng.chance(0.7):
         nouns.add(noun)
     count = rng.choices((0, 1, 2, 3, 4), (3, 35, 35, 20, 7))[0]
@@ -206,7 +233,7 @@ def tool(rng: Source, taken: set[str], nouns: set[str]) -> Tool:
         {p.name: p.schema(described) for p in parameters.values()},
         required,
     )
-    return Tool(name, action, noun_text, verb in QUERY_VERBS, tuple(parameters.values()), function)
+    return Tool(name, action, verb, noun_text, verb in QUERY_VERBS, tuple(parameters.values()), function)
 
 
 def snippet(rng: Source) -> str:
@@ -235,7 +262,7 @@ def value(rng: Source, one: Parameter) -> Any:
         if one.name in ("ids", "numbers"):
             return [rng.randint(1, 99) for _ in range(rng.randint(1, 4))]
         pool = COLORS if one.name == "colors" else THINGS
-        return [rng.choice(pool) if one.name != "files" else rng.path() for _ in range(rng.randint(1, 3))]
+        return [rng.pick(pool) if one.name != "files" else rng.path() for _ in range(rng.randint(1, 3))]
     if one.type == "object":
         return nested(rng)
     if kind in STRING_WORDS:
@@ -271,15 +298,15 @@ def nested(rng: Source) -> Json:
     out: Json = {}
     for key in keys:
         if key == "tags":
-            out[key] = [rng.choice(THINGS) for _ in range(rng.randint(1, 2))]
+            out[key] = [rng.pick(THINGS) for _ in range(rng.randint(1, 2))]
         elif key == "enabled":
             out[key] = rng.chance(0.5)
         elif key == "name":
             out[key] = rng.name()
         elif key == "city":
-            out[key] = rng.choice(CITIES)
+            out[key] = rng.pick_name(CITIES)
         elif key == "mode":
-            out[key] = rng.choice(ADJECTIVES)
+            out[key] = rng.pick(ADJECTIVES)
         else:
             out[key] = rng.randint(0, 999)
     if rng.chance(0.15):

@@ -187,7 +187,10 @@ def write_file(rng: Source) -> Event:
 
 def list_dir(rng: Source) -> Event:
     path = rng.path(folder=True)
-    names = [f"{rng.choice(PATH_PARTS)}.{rng.choice(('py', 'txt', 'md', 'json'))}" for _ in range(rng.randint(2, 4))]
+    names = [
+        f"{rng.pick(PATH_PARTS, plain=True)}.{rng.choice(('py', 'txt', 'md', 'json'))}"
+        for _ in range(rng.randint(2, 4))
+    ]
     ask = rng.choice(
         (
             "List the files in {}.",
@@ -413,7 +416,7 @@ def fetch(rng: Source) -> Event:
 
 
 def news(rng: Source) -> Event:
-    topic, title, month = rng.choice(THINGS), rng.phrase(2, 4), rng.choice(MONTHS)
+    topic, title, month = rng.pick(THINGS), rng.phrase(2, 4), rng.choice(MONTHS)
     ask = rng.choice(("What is the news about {}?", "Any news on {}?", "Show me the news about {}."))
     return Event(
         ask.format(topic),

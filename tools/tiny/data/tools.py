@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from . import arith
+from . import arith, results
+from .chains import Chains
 from .chat import Chat
-from .dialog import Call, Dialog, Json, schema
+from .dialog import SAY_FIRST, Dialog, Json
 from .filler import Filler
 from .schemas import Tool, arguments, request, tool
 from .toolbox import AGENT_KITS, BY_KEY, KNOWN, Known
-from .words import NOUNS, VERBS, Source
+from .words import Source
 
 ERRORS = (
     "not found",
@@ -53,21 +54,53 @@ TOOL_SYSTEMS = (
 )
 
 
+# Parameters that a real tool also has and a request may leave out.
+OPTIONAL: dict[str, Json] = {
+    "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+    "units": {"type": "string", "enum": ["metric", "imperial"], "description": "Optional."},
+    "lang": {"type": "string"},
+    "limit": {"type": "integer", "description": "At most this many."},
+    "timeout": {"type": "integer"},
+    "verbose": {"type": "boolean"},
+    "description": {"type": "string", "description": "Why this is done."},
+    "offset": {"type": "number"},
+    "dry_run": {"type": "boolean"},
+}
 ROUNDS = (1, 1, 2, 2, 3)
+TRAINED_ROUNDS = (1, 2, 2, 3, 3, 4)  # more calls for one list of tools: more to learn from the same number of tokens
 # Known tools that cannot do the job of a random one, as a shell or a file tool could.
 NARROW = tuple(k for k in KNOWN if k.key in ("weather", "clock", "stock", "translate", "currency", "timer", "news"))
 
 
-class Tools:
-    """Makes tool dialogues; `room` is the number of tokens a dialogue may spend on filler."""
+def apart(chosen: list[Known]) -> list[Known]:
+    """Without the second of two tools that fit the same requests."""
+    keys = {known.key for known in chosen}
+    return [known for known in chosen if known.key != "shell_array" or "shell" not in keys]
 
-    def __init__(self, chat: Chat, filler: Filler) -> None:
-        self.chat, self.filler = chat, filler
+
+def with_options(rng: Source, tools: list[Json]) -> list[Json]:
+    """In training, some of the tools with parameters more that are not required and not asked for."""
+    for one in tools if rng.trains else ():
+        properties = one["function"]["parameters"]["properties"]
+        if rng.chance(0.2):
+            for name in rng.sample(tuple(OPTIONAL), rng.randint(1, 2)):
+                properties.setdefault(name, OPTIONAL[name])
+    return tools
+
+
+class Tools:
+    """Makes tool dialogues; `room` is the number of tokens a dialogue may spend on filler.
+
+    `varied` is the share of results that are JSON with more keys than the answer needs (results.py).
+    """
+
+    def __init__(self, chat: Chat, filler: Filler, varied: float = 0.0) -> None:
+        self.chat, self.filler, self.varied = chat, filler, varied
         self.kinds: tuple[tuple[str, Callable[[Source, int], Dialog], int], ...] = (
             ("random", self.random_call, 34),
             ("known", self.known_call, 22),
             ("parallel", self.parallel, 14),
-            ("chain", self.chain, 12),
+            ("chain", Chains(self).conversation, 12),
             ("none", self.no_call, 10),
             ("agent", self.agent, 8),
         )
@@ -96,6 +129,8 @@ class Tools:
         if room > 60 and place < 0.35:
             system = (system or TOOL_SYSTEMS[0]) + "\n\n" + self.filler.agent_text(rng, rng.randint(40, room))
             room = 0
+        if rng.trains and rng.chance(0.06):
+            system = f"{system}\n{SAY_FIRST}" if system else SAY_FIRST
         dialog.system(system or "")
         if room > 60 and place < 0.7:
             spent = 0
@@ -119,15 +154,25 @@ class Tools:
     def some_tools(self, rng: Source, count: int) -> list[Tool]:
         taken: set[str] = set()
         nouns: set[str] = set()
-        return [tool(rng, taken, nouns) for _ in range(count)]
+        made: list[Tool] = []
+        for _ in range(count):
+            like = rng.choice(made) if made and rng.trains and rng.chance(0.3) else None
+            made.append(tool(rng, taken, nouns, like))
+        return made
+
+    def rounds(self, rng: Source) -> int:
+        return rng.choice(TRAINED_ROUNDS if rng.trains else ROUNDS)
 
     def random_call(self, rng: Source, room: int) -> Dialog:
-        tools = self.some_tools(rng, rng.choices((1, 2, 3, 4), (25, 35, 25, 15))[0])
+        if rng.trains:
+            tools = self.some_tools(rng, rng.choices((1, 2, 3, 4, 5, 6), (15, 28, 24, 18, 9, 6))[0])
+        else:
+            tools = self.some_tools(rng, rng.choices((1, 2, 3, 4), (25, 35, 25, 15))[0])
         schemas = [t.schema for t in tools]
         if rng.chance(0.15):
             schemas.append(rng.choice(KNOWN).schema(rng.randrange(6)))
         dialog = self.open(rng, schemas, room)
-        for n in range(rng.choice(ROUNDS)):
+        for n in range(self.rounds(rng)):
             if not dialog.open_call:
                 self.use_random(dialog, rng, rng.choice(tools), room if n == 0 else 0)
         return dialog
@@ -137,7 +182,8 @@ class Tools:
         text = request(rng, one, args)
         thought = f"The user wants to {one.action}. I use {one.name}."
         if one.query and rng.chance(0.7):
-            names = rng.sample(FIELDS, rng.randint(2, 3))
+            other = bool(self.varied) and rng.chance(self.varied)
+            names = rng.sample(FIELDS, rng.randint(2, 7 if other else 3))
             values = {key: self.field_value(rng, key) for key in names}
             key = rng.choice(names)
             text += (
@@ -147,7 +193,10 @@ class Tools:
                 if "\n" not in text
                 else f"\nWhat is the {key}?"
             )
-            result = json.dumps(values) if rng.chance(0.6) else "\n".join(f"{k}: {v}" for k, v in values.items())
+            if other:
+                result = results.as_json(rng, list(values.items()), 3)
+            else:
+                result = json.dumps(values) if rng.chance(0.6) else "\n".join(f"{k}: {v}" for k, v in values.items())
             answer, must = f"The {key} is {values[key]}.", [str(values[key])]
         else:
             number = rng.integer(10, 9999)
@@ -160,8 +209,11 @@ class Tools:
                     ("done", "Done.", ["Done"]),
                 )
             )
+            if self.varied and rng.chance(self.varied):
+                result = results.as_json(rng, [("id", number), ("title", rng.phrase()), ("owner", rng.name())])
+                answer, must = f"Done. The id is {number}.", [str(number)]
         self.ask(dialog, rng, text, room)
-        ids = dialog.call([(one.name, args)], thought, self.preface(rng, one.action), task="call")
+        ids = dialog.call([(one.name, args)], thought, self.preface(dialog, rng, one.action), task="call")
         self.finish(dialog, rng, ids, [result], answer, must)
 
     def field_value(self, rng: Source, key: str) -> object:
@@ -179,8 +231,10 @@ class Tools:
         }
         return makers.get(key, rng.word)()
 
-    def preface(self, rng: Source, action: str) -> str:
-        return f"I will {action}." if rng.chance(0.06) else ""
+    def preface(self, dialog: Dialog, rng: Source, action: str) -> str:
+        """Words before a call: in training only where the system text asks for them."""
+        said = dialog.says_first if rng.trains else rng.chance(0.06)
+        return f"I will {action}." if said else ""
 
     def finish(
         self,
@@ -211,24 +265,26 @@ class Tools:
     # ---- known tools ----
 
     def known_call(self, rng: Source, room: int) -> Dialog:
-        chosen = rng.sample(KNOWN, rng.choices((1, 2, 3, 4), (20, 30, 30, 20))[0])
+        chosen = apart(rng.sample(KNOWN, rng.choices((1, 2, 3, 4), (20, 30, 30, 20))[0]))
         spelling = rng.randrange(6)
-        schemas = [k.schema(spelling, rng.chance(0.2)) for k in chosen]
+        schemas = with_options(rng, [k.schema(spelling, rng.chance(0.2)) for k in chosen])
         if rng.chance(0.2):
             schemas.append(self.some_tools(rng, 1)[0].schema)
         dialog = self.open(rng, schemas, room)
-        for n in range(rng.choice(ROUNDS)):
+        for n in range(self.rounds(rng)):
             if not dialog.open_call:
                 self.use_known(dialog, rng, rng.choice(chosen), spelling, room if n == 0 else 0)
         return dialog
 
     def use_known(self, dialog: Dialog, rng: Source, known: Known, spelling: int, room: int) -> None:
         event = known.make(rng)
+        if self.varied and rng.chance(self.varied):
+            event = results.varied(rng, known.key, event)
         name, args = known.call(spelling, event.args)
         self.ask(dialog, rng, event.request, room)
         verb = known.description[0].lower() + known.description[1:-1]
         ids = dialog.call(
-            [(name, args)], f"The user wants to {verb}. I use {name}.", self.preface(rng, verb), task="call"
+            [(name, args)], f"The user wants to {verb}. I use {name}.", self.preface(dialog, rng, verb), task="call"
         )
         self.finish(dialog, rng, ids, [event.result], event.answer, list(event.must))
 
@@ -258,7 +314,7 @@ class Tools:
                 task="chat",
                 equals=["Hello! How can I help you?"],
             )
-        for _ in range(rng.choice(ROUNDS)):
+        for _ in range(self.rounds(rng)):
             if dialog.open_call:
                 break
             key, spelling = rng.choice(kit)
@@ -268,21 +324,21 @@ class Tools:
     # ---- several calls in one turn ----
 
     def parallel(self, rng: Source, room: int) -> Dialog:
-        count = rng.choice((2, 2, 2, 3))
+        count = rng.choice((2, 2, 2, 3, 3, 4) if rng.trains else (2, 2, 2, 3))
         spelling = rng.randrange(6)
         if rng.chance(0.5):
-            chosen = rng.sample(KNOWN, rng.randint(1, 3))
+            chosen = apart(rng.sample(KNOWN, rng.randint(1, 3)))
             same = rng.chance(0.6) or len(chosen) < count
             used = [chosen[0]] * count if same else rng.sample(chosen, count)
             events = [k.make(rng) for k in used]
-            dialog = self.open(rng, [k.schema(spelling) for k in chosen], room)
+            dialog = self.open(rng, with_options(rng, [k.schema(spelling) for k in chosen]), room)
             text = self.same_request(rng, used[0].key, [e.args for e in events]) if same else ""
             text = text or self.joined(rng, [e.request for e in events])
             calls = [k.call(spelling, e.args) for k, e in zip(used, events, strict=True)]
             answer, must = "\n".join(e.answer for e in events), [m for e in events for m in e.must]
             results = [e.result for e in events]
         else:
-            tools = self.some_tools(rng, rng.randint(1, 3))
+            tools = self.some_tools(rng, rng.randint(1, 4 if rng.trains else 3))
             used_tools = [rng.choice(tools) for _ in range(count)]
             args = [arguments(rng, t) for t in used_tools]
             dialog = self.open(rng, [t.schema for t in tools], room)
@@ -297,7 +353,10 @@ class Tools:
         self.ask(dialog, rng, text, room)
         names = ", ".join(name for name, _ in calls)
         ids = dialog.call(
-            calls, f"The user wants {('two', 'three')[count - 2]} things. I use {names}.", task="parallel"
+            calls,
+            f"The user wants {('two', 'three', 'four')[count - 2]} things. I use {names}.",
+            f"I use {names}." if dialog.says_first else "",
+            task="parallel",
         )
         self.finish(dialog, rng, ids, results, answer, must)
         return dialog
@@ -331,222 +390,6 @@ class Tools:
             "glob": ("Find files that match {}.",),
         }
         return rng.choice(asks[key]).format(items) if key in asks and key != "contact" else ""
-
-    # ---- chains ----
-
-    def chain(self, rng: Source, room: int) -> Dialog:
-        return rng.choice(
-            (
-                self.list_read,
-                self.search_open,
-                self.contact_mail,
-                self.find_use,
-                self.find_use,
-                self.grep_read,
-                self.read_write,
-            )
-        )(rng, room)
-
-    def with_known(self, rng: Source, keys: tuple[str, ...], room: int) -> tuple[Dialog, int]:
-        spelling = rng.randrange(6)
-        extra = [k for k in rng.sample(KNOWN, rng.randint(0, 2)) if k.key not in keys]
-        return self.open(rng, [k.schema(spelling) for k in [*(BY_KEY[key] for key in keys), *extra]], room), spelling
-
-    def step(self, dialog: Dialog, call: Call, thought: str, result: str, text: str = "") -> None:
-        dialog.results(dialog.call([call], thought, task="chain"), [result])
-
-    def list_read(self, rng: Source, room: int) -> Dialog:
-        dialog, spelling = self.with_known(rng, ("list", "read"), room)
-        folder, event = rng.path(folder=True), BY_KEY["read"].make(rng)
-        endings = rng.sample(("py", "txt", "md", "json", "csv", "toml"), rng.randint(2, 4))
-        names = [f"{rng.path().split('/')[-1].split('.')[0]}.{e}" for e in endings]
-        kinds = {
-            "py": "Python file",
-            "txt": "text file",
-            "md": "markdown file",
-            "json": "JSON file",
-            "csv": "CSV file",
-            "toml": "TOML file",
-        }
-        name = rng.choice(names)
-        kind = kinds[name.rsplit(".", 1)[1]]
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                (
-                    "Read the {k} in {f}.",
-                    "Look into {f} and tell me what the {k} says.",
-                    "What is in the {k} of the folder {f}?",
-                    "List {f}, then read the {k}.",
-                )
-            ).format(k=kind, f=folder),
-            room,
-        )
-        self.step(dialog, BY_KEY["list"].call(spelling, (folder,)), "First I list the folder.", "\n".join(names))
-        self.step(
-            dialog,
-            BY_KEY["read"].call(spelling, (f"{folder}/{name}",)),
-            f"The {kind} is {name}. I read it.",
-            event.result,
-        )
-        dialog.say(
-            f"The file {name} says:\n{event.result}", "I have the result and answer.", task="chain", must=[event.result]
-        )
-        return dialog
-
-    def search_open(self, rng: Source, room: int) -> Dialog:
-        dialog, spelling = self.with_known(rng, ("search", "fetch"), room)
-        query, urls, title = rng.phrase(1, 3), [rng.url() for _ in range(rng.randint(2, 3))], rng.phrase(2, 4)
-        number = rng.randrange(len(urls))
-        order = ("first", "second", "third")[number]
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                (
-                    "Search for {q} and open the {n} result.",
-                    "Look up {q} and tell me what the {n} page says.",
-                    "Search the web for {q}, then read the {n} hit.",
-                )
-            ).format(q=query, n=order),
-            room,
-        )
-        self.step(
-            dialog,
-            BY_KEY["search"].call(spelling, (query,)),
-            f"First I search for {query}.",
-            "\n".join(f"{i}. {u}" for i, u in enumerate(urls, 1)),
-        )
-        self.step(
-            dialog,
-            BY_KEY["fetch"].call(spelling, (urls[number],)),
-            f"The {order} result is {urls[number]}. I open it.",
-            title,
-        )
-        dialog.say(f"The page says: {title}.", "I have the result and answer.", task="chain", must=[title])
-        return dialog
-
-    def contact_mail(self, rng: Source, room: int) -> Dialog:
-        dialog, spelling = self.with_known(rng, ("contact", "mail"), room)
-        name, mail, subject, body = rng.name(), rng.email(), rng.phrase(1, 2), rng.phrase(2, 4)
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                ('Send {n} a mail with subject "{s}" and text "{b}".', "Mail {n}. Subject: {s}. Text: {b}")
-            ).format(n=name, s=subject, b=body),
-            room,
-        )
-        self.step(
-            dialog,
-            BY_KEY["contact"].call(spelling, (name,)),
-            f"First I need the address of {name}.",
-            f'{{"name": "{name}", "email": "{mail}"}}',
-        )
-        self.step(
-            dialog,
-            BY_KEY["mail"].call(spelling, (mail, subject, body)),
-            f"The address is {mail}. I send the mail.",
-            "sent",
-        )
-        dialog.say(f"I sent the mail to {mail}.", "The mail is sent.", task="chain", must=[mail])
-        return dialog
-
-    def find_use(self, rng: Source, room: int) -> Dialog:
-        """Find a thing by its name, then act on it by the id from the result."""
-        verb, noun = rng.of_split(
-            "tool", lambda: (rng.choice(VERBS), rng.choice(NOUNS)), lambda p: f"chain {p[0]} {p[1]}"
-        )
-        find, key = rng.choice((("find", "name"), ("get", "title"), ("search", "name"), ("lookup", "label"))), ""
-        key = rng.choice((f"{noun}_id", "id"))
-        camel = rng.chance(0.25)
-        first = f"{find[0]}{noun.title()}" if camel else f"{find[0]}_{noun}"
-        second = f"{verb}{noun.title()}" if camel else f"{verb}_{noun}"
-        schemas = [
-            schema(first, f"Find the id of a {noun}.", {find[1]: {"type": "string"}}),
-            schema(second, f"{verb.capitalize()} a {noun}.", {key: {"type": "integer"}}),
-        ]
-        if rng.chance(0.5):
-            schemas.append(self.some_tools(rng, 1)[0].schema)
-        dialog = self.open(rng, schemas, room)
-        label, number, status = rng.phrase(1, 3), rng.integer(10, 9999), rng.word()
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                (
-                    '{V} the {n} "{l}".',
-                    "Please {v} the {n} called {l}.",
-                    "Find the {n} {l} and {v} it.",
-                    "I want to {v} the {n} with the name {l}.",
-                )
-            ).format(V=verb.capitalize(), v=verb, n=noun, l=label),
-            room,
-        )
-        self.step(
-            dialog,
-            (first, {find[1]: label}),
-            f"First I need the id of the {noun}.",
-            rng.choice((f'{{"{key}": {number}}}', f"{key}: {number}", str(number))),
-        )
-        self.step(dialog, (second, {key: number}), f"The id is {number}. I use {second}.", f'{{"status": "{status}"}}')
-        dialog.say(
-            f"Done. The {noun} {number} has the status {status}.",
-            "The task is done.",
-            task="chain",
-            must=[str(number), status],
-        )
-        return dialog
-
-    def grep_read(self, rng: Source, room: int) -> Dialog:
-        dialog, spelling = self.with_known(rng, ("grep", "read"), room)
-        word, folder, path, line, event = (
-            rng.word(),
-            rng.path(folder=True),
-            rng.path(),
-            rng.randint(1, 300),
-            BY_KEY["read"].make(rng),
-        )
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                ("Find the file in {f} that contains {w} and read it.", "Search {f} for {w}, then show me that file.")
-            ).format(f=folder, w=word),
-            room,
-        )
-        self.step(
-            dialog,
-            BY_KEY["grep"].call(spelling, (word, folder)),
-            f"First I search for {word}.",
-            f"{path}:{line}: {word}",
-        )
-        self.step(dialog, BY_KEY["read"].call(spelling, (path,)), f"It is in {path}. I read it.", event.result)
-        dialog.say(
-            f"The file {path} says:\n{event.result}", "I have the result and answer.", task="chain", must=[event.result]
-        )
-        return dialog
-
-    def read_write(self, rng: Source, room: int) -> Dialog:
-        dialog, spelling = self.with_known(rng, ("read", "write"), room)
-        source, target, text = rng.path(), rng.path(), rng.phrase(1, 4)
-        self.ask(
-            dialog,
-            rng,
-            rng.choice(
-                (
-                    "Copy the content of {a} into {b}.",
-                    "Read {a} and write the same text to {b}.",
-                    "Read {a}, then save its content as {b}.",
-                )
-            ).format(a=source, b=target),
-            room,
-        )
-        self.step(dialog, BY_KEY["read"].call(spelling, (source,)), f"First I read {source}.", text)
-        self.step(dialog, BY_KEY["write"].call(spelling, (target, text)), f"Now I write the text to {target}.", "ok")
-        dialog.say(f"I wrote {target}.", "The file is written.", task="chain", must=[target])
-        return dialog
 
     # ---- no call ----
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from zlib import crc32
+
+from . import rare
 
 T = TypeVar("T")
 HELD_OUT = 8  # one candidate in eight belongs to the evaluation split
@@ -143,13 +145,34 @@ def held_out(kind: str, text: str) -> bool:
 
 
 class Source(random.Random):
-    """A seeded random source that only returns things of its split where the split matters."""
+    """A seeded random source that only returns things of its split where the split matters.
+
+    `wild` is the chance of a rare word (rare.py) in place of one of the lists. It stays 0 for evaluation, whose cases
+    do not change with it.
+    """
 
     def __init__(self, seed: int | str, split: str = "train") -> None:
         if split not in ("train", "eval"):
             raise ValueError(f"split must be 'train' or 'eval', not {split!r}")
         super().__init__(f"{split}/{seed}")
         self.split = split
+        self.wild = 0.0
+
+    @property
+    def trains(self) -> bool:
+        return self.split == "train"
+
+    def pick(self, items: Sequence[str], plain: bool = False) -> str:
+        """One of the words, or now and then a rare one; `plain` as paths and addresses want it."""
+        if self.wild and self.chance(self.wild):
+            return rare.word(self, plain)
+        return self.choice(items)
+
+    def pick_name(self, items: Sequence[str]) -> str:
+        """One of the names, or now and then a rare one."""
+        if self.wild and self.chance(self.wild):
+            return rare.name(self)
+        return self.choice(items)
 
     def chance(self, p: float) -> bool:
         return self.random() < p
@@ -164,24 +187,24 @@ class Source(random.Random):
         raise RuntimeError(f"no {kind} of split {self.split} in 400 draws: too few candidates")
 
     def name(self) -> str:
-        return self.of_split("name", lambda: self.choice(NAMES))
+        return self.of_split("name", lambda: self.pick_name(NAMES))
 
     def city(self) -> str:
-        return self.of_split("city", lambda: self.choice(CITIES))
+        return self.of_split("city", lambda: self.pick_name(CITIES))
 
     def phrase(self, low: int = 2, high: int = 4) -> str:
         """A short title of random words, such as "old paper lamp"."""
 
         def make() -> str:
             count = self.randint(low, high)
-            parts = [self.choice(ADJECTIVES) for _ in range(count - 1)] + [self.choice(THINGS)]
+            parts = [self.pick(ADJECTIVES) for _ in range(count - 1)] + [self.pick(THINGS)]
             text = " ".join(parts)
             return text.capitalize() if self.chance(0.25) else text
 
         return self.of_split("phrase", make)
 
     def word(self) -> str:
-        return self.of_split("word", lambda: self.choice(THINGS) if self.chance(0.7) else self.pseudo())
+        return self.of_split("word", lambda: self.pick(THINGS) if self.chance(0.7) else self.pseudo())
 
     def pseudo(self, low: int = 2, high: int = 3) -> str:
         return "".join(self.choice(SYLLABLES) for _ in range(self.randint(low, high)))
@@ -189,13 +212,13 @@ class Source(random.Random):
     def path(self, folder: bool = False) -> str:
         def make() -> str:
             depth = self.randint(0 if not folder else 1, 3)
-            parts = [self.choice(PATH_PARTS) for _ in range(depth)]
+            parts = [self.pick(PATH_PARTS, plain=True) for _ in range(depth)]
             if self.chance(0.15):
                 parts.insert(
                     0, self.choice(("/home/" + self.choice(NAMES).lower(), "/tmp", "/etc", "/var/log", "..", "."))
                 )
             if not folder:
-                stem = self.choice(PATH_PARTS)
+                stem = self.pick(PATH_PARTS, plain=True)
                 if self.chance(0.3):
                     stem += self.choice(("_", "-", "")) + (
                         self.choice(PATH_PARTS) if self.chance(0.6) else str(self.randint(1, 99))
@@ -208,15 +231,15 @@ class Source(random.Random):
     def email(self) -> str:
         def make() -> str:
             more = self.choice(("", "." + self.pseudo(), str(self.randint(1, 99))))
-            return f"{self.choice(NAMES).lower()}{more}@{self.choice(DOMAINS)}"
+            return f"{self.pick(NAMES, plain=True).lower()}{more}@{self.choice(DOMAINS)}"
 
         return self.of_split("email", make)
 
     def url(self) -> str:
         def make() -> str:
             host = self.choice(("", "www.", "api.", self.choice(PATH_PARTS) + ".")) + self.choice(DOMAINS)
-            tail = f"/{self.choice(PATH_PARTS)}" if self.chance(0.5) else ""
-            return f"https://{host}/{self.choice(PATH_PARTS)}{tail}"
+            tail = f"/{self.pick(PATH_PARTS, plain=True)}" if self.chance(0.5) else ""
+            return f"https://{host}/{self.pick(PATH_PARTS, plain=True)}{tail}"
 
         return self.of_split("url", make)
 
