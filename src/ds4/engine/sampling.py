@@ -215,10 +215,7 @@ def _distribution(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDAr
     if sampling.min_p > 0 and sampling.top_p == 1:
         floor = float(scores[best]) + sampling.temperature * (math.log(sampling.min_p) - 1)
     top_k = min(sampling.top_k, MAX_TOP_K)
-    if 0 < top_k < len(scores):
-        ids = _largest(scores, top_k)
-    else:
-        ids = np.flatnonzero(scores >= floor)
+    ids = _largest(scores, top_k) if 0 < top_k < len(scores) else np.flatnonzero(scores >= floor)
 
     # Subtracting the maximum first keeps any temperature above 0 finite; at worst -inf is left, that is weight 0.
     with np.errstate(over="ignore"):
