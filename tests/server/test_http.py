@@ -45,6 +45,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
+        ({"tools": [WEATHER, {"type": "custom", "custom": {"name": "q"}}]}, "tools"),
         ({"tools": {"a": 1}}, "tools"),
         ({"tools": [{"type": "function", "function": {"description": "no name"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -283,9 +283,7 @@ def _nucleus(weights: NDArray[np.float64], wanted: float) -> NDArray[np.int64]:
 def _check_number(name: str, value: object, lowest: float, highest: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not lowest <= value <= highest or value == math.inf:  # type: ignore[operator]
-        limits = (
-            f"a number of at least {lowest:g}" if highest == math.inf else f"a number from {lowest:g} to {highest:g}"
-        )
+        limits = f"of at least {lowest:g}" if highest == math.inf else f"from {lowest:g} to {highest:g}"
         raise Ds4Error(f"{name} is {value!r}; it must be a number {limits}")
 
 

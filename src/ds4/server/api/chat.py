@@ -78,6 +78,9 @@ def _check_supported(body: ChatCompletionRequest) -> None:
 
 
 def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
+    for i, tool in enumerate(body.tools or ()):
+        if tool.get("type", "function") != "function":
+            raise refuse(f"tools[{i}]", f"a tool of type {tool['type']!r} has no answer here; use functions", "tools")
     try:
         return tool_schemas(body.tools)
     except RequestError as error:
@@ -86,6 +89,8 @@ def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
 
 def _message(value: Mapping[str, Any], index: int) -> Message:
     where = f"messages[{index}]"
+    if value.get("function_call") is not None:
+        raise refuse(f"{where}.function_call", "use tool_calls", "messages")
     try:
         message = read_message(value, where)
     except RequestError as error:
@@ -103,7 +108,8 @@ def _message(value: Mapping[str, Any], index: int) -> Message:
     # What the model once refused to say is no text; anything else that is no text would be missing from the prompt.
     parts = tuple(part for part in message.content if part.type != "refusal")
     for part in parts:
-        if part.type != "text":
+        # A result stays in the conversation for good, and the format has words for what it cannot show of one.
+        if part.type != "text" and message.role != "tool":
             raise refuse("messages", f"{where}.content has a part of type {part.type!r}; the model reads text only")
     return replace(message, content=parts)
 

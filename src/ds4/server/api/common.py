@@ -23,12 +23,13 @@ def validate(kind: type[Body], value: Mapping[str, Any]) -> Body:
         return kind.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        field = str(problems[0]["loc"][0])
-        # A field with several types has one problem for each of them.
-        same = [problem for problem in problems if problem["loc"][0] == field]
+        field, *item = problems[0]["loc"][:2]
+        # A field with several types has one problem for each of them; of a list the first wrong item counts.
+        where = (field, *item) if item and isinstance(item[0], int) else (field,)
+        same = [problem for problem in problems if problem["loc"][: len(where)] == where]
         path = "".join(_step(part) for part in same[-1]["loc"]).lstrip(".")
         what = " or ".join(dict.fromkeys(_words(problem["msg"]) for problem in same))
-        raise ApiError(400, f"invalid JSON request: {path}: expected {what}", param=field) from None
+        raise ApiError(400, f"invalid JSON request: {path}: expected {what}", param=str(field)) from None
 
 
 def _words(message: str) -> str:
@@ -46,9 +47,9 @@ def _step(part: int | str) -> str:
     return "" if is_type else f".{part}"
 
 
-def refuse(field: str, why: str) -> ApiError:
-    """A 400 for a field that cannot be honoured."""
-    return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
+def refuse(field: str, why: str, param: str | None = None) -> ApiError:
+    """A 400 for a field that cannot be honoured. `param`: the field of the body, if it is one inside it."""
+    return ApiError(400, f"{field} is not supported: {why}", param=param or field, code="unsupported_parameter")
 
 
 def malformed(reply: Done) -> Failed:

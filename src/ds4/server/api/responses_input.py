@@ -172,8 +172,11 @@ def _content(value: Any, where: str) -> str | tuple[Part, ...]:
     return value if isinstance(value, str) else _parts(value, where)
 
 
-def _parts(value: Any, where: str) -> tuple[Part, ...]:
-    """Text parts of a content. Raises ApiError 400 for any other kind of part: it would be missing from the prompt."""
+def _parts(value: Any, where: str, result: bool = False) -> tuple[Part, ...]:
+    """Text parts of a content. Raises ApiError 400 for any other kind of part: it would be missing from the prompt.
+
+    Of a `result` it stays as its kind: a result cannot be taken back, and the format has words for what it cannot show.
+    """
     if value is None or isinstance(value, str):
         return (Part("text", value),) if value else ()
     if not isinstance(value, list):
@@ -187,6 +190,9 @@ def _parts(value: Any, where: str) -> tuple[Part, ...]:
         if not isinstance(part, Mapping):
             raise _wrong(f"{place} must be a string or an object")
         kind = part.get("type", "text")
+        if isinstance(kind, str) and kind not in _TEXT_TYPES and result:
+            parts.append(Part(kind))
+            continue
         if not isinstance(kind, str) or kind not in _TEXT_TYPES:
             raise _wrong(f"{place} has type {kind!r}, which is not supported: the model reads text only")
         text = part.get("text")
@@ -201,7 +207,7 @@ def _output_content(value: Any, where: str) -> str | tuple[Part, ...]:
     parts = isinstance(value, list) and all(
         isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("type"), str)) for part in value
     )
-    return _parts(value, where) if parts else _json(value, where)
+    return _parts(value, where, result=True) if parts else _json(value, where)
 
 
 def _call_id(item: Mapping[str, Any], where: str) -> str:
