@@ -15,29 +15,13 @@ from hypothesis import strategies as st
 import ds4
 from ds4.engine import EngineConfig
 from ds4.model import Taps
+from tests.engine.session_helpers import CONFIG, assert_fresh, tokens
 from tests.helpers import SMALL, random_engine
-
-CONFIG = EngineConfig(prefill_chunk=32, checkpoint_interval=32)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["qat_sim", "exact"])
 def engine(request: pytest.FixtureRequest) -> ds4.Engine:
     return random_engine(qat_sim=request.param, config=CONFIG)
-
-
-def tokens(n: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(SMALL.vocab) for _ in range(n)]
-
-
-def fresh_logits(engine: ds4.Engine, ids: list[int]) -> torch.Tensor:
-    (logits,) = engine.step([(engine.session(), ids)])
-    assert logits is not None
-    return logits
-
-
-def assert_fresh(engine: ds4.Engine, session: ds4.Session) -> None:
-    assert torch.equal(session.logits, fresh_logits(engine, session.tokens))
 
 
 def test_rows_do_not_depend_on_their_company(engine: ds4.Engine) -> None:

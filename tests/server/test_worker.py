@@ -16,6 +16,7 @@ from worker_harness import last, replies_to, request, run, scripted_worker
 from ds4.chat.message import Message, ToolCall
 from ds4.chat.tools import tool_schemas
 from ds4.engine import Session
+from ds4.engine.session import Prefill
 from ds4.server import worker as worker_module
 from ds4.server.config import ServerConfig
 from ds4.server.request import ChatRequest, Done, Events, Failed, QueueFullError, Reply, ShuttingDownError
@@ -289,15 +290,15 @@ def test_when_the_thread_ends_all_the_same_nobody_waits_for_it(monkeypatch: pyte
 def test_a_prompt_is_evaluated_in_short_chunks_only_while_answers_are_running(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scripted_worker(line("on", then="repeat"), line("x"), chunk=512)
     chunks: list[tuple[bool, int]] = []
-    sync = Session.sync
+    step = Prefill.step
 
-    def recording(session: Session, ids: Any, **kwargs: Any) -> bool:
-        before = len(session.tokens)
-        complete = sync(session, ids, **kwargs)
-        chunks.append((bool(worker._decoding), len(session.tokens) - before))
+    def recording(prefill: Prefill, chunk: int | None = None) -> bool:
+        before = len(prefill.session.tokens)
+        complete = step(prefill, chunk)
+        chunks.append((bool(worker._decoding), len(prefill.session.tokens) - before))
         return complete
 
-    monkeypatch.setattr(Session, "sync", recording)
+    monkeypatch.setattr(Prefill, "step", recording)
     run(worker, [request("long " * 300, tokens=30), request("word " * 300)])
     assert worker.stop(10)
     alone = [size for shared, size in chunks if not shared]
@@ -305,6 +306,28 @@ def test_a_prompt_is_evaluated_in_short_chunks_only_while_answers_are_running(mo
     assert max(alone) > 128
     assert len(shared) >= 3
     assert max(shared) == 128
+
+
+def test_a_prompt_is_looked_at_as_a_whole_once_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    malformed = [*call_pieces(("x", []))[:5], "nonsense"]
+    worker = scripted_worker(line(*malformed), line("fine"), chunk=8)
+    looked: list[int] = []
+    token_ids = Session.token_ids
+
+    def counting(session: Session, ids: Any) -> list[int]:
+        looked.append(len(ids))
+        return token_ids(session, ids)
+
+    monkeypatch.setattr(Session, "token_ids", counting)
+    (answer,) = run(worker, [request("long " * 300, tokens=200, tools=tool_schemas([WEATHER]))])
+    assert worker.wait_idle(30)
+    (session,) = worker.sessions()
+    tokens = len(session.tokens)
+    assert worker.stop(10)
+    assert answer.message.text == "fine"
+    assert len(looked) > answer.usage.prompt // 8 > 40
+    assert len([n for n in looked if n > 8]) == 2
+    assert sum(looked) < 3 * tokens
 
 
 def test_an_answer_is_out_before_anything_that_only_helps_the_next_one(

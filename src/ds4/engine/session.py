@@ -31,13 +31,72 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
+class Prefill:
+    """A prompt that a session takes chunk by chunk; `Session.begin` makes it.
+
+    Between two steps the session may be used otherwise: if its tokens have changed, or another step of it broke off,
+    the next step starts over, from what the session still shares with the prompt.
+
+    Attributes:
+        session: the session.
+        ids: the whole prompt; do not change the list.
+        reused: tokens of the prompt that none of its steps had to evaluate.
+    """
+
+    def __init__(self, session: Session, ids: list[int], chunk: int, boundaries: Sequence[int] | None) -> None:
+        self.session, self.ids, self.reused = session, ids, len(ids)
+        self._chunk, self._boundaries = chunk, boundaries
+        self._cuts: list[int] = []
+        self._note_start()
+
+    def _note_start(self) -> None:
+        """Go on from what the session holds, which begins the prompt."""
+        held = len(self.session.tokens)
+        self.reused = min(self.reused, held)
+        cuts = self.session._turn_boundaries(self.ids) if self._boundaries is None else sorted(self._boundaries)
+        self._cuts = [c for c in cuts if held < c < len(self.ids)][-MAX_TURN_CUTS:]
+        self._seen = self.session._version
+
+    @property
+    def done(self) -> bool:
+        """Whether the session holds the prompt."""
+        return self._seen == self.session._version and len(self.session.tokens) == len(self.ids)
+
+    def step(self, chunk: int | None = None) -> bool:
+        """Evaluate the prompt up to the next multiple of `chunk` (by default that of `begin`); True once it is done.
+
+        If the step breaks off, the next one starts over. Raises Ds4Error if the session was closed.
+        """
+        session = self.session
+        chunk = self._chunk if chunk is None else session._check_chunk(chunk)
+        if self.done:
+            session.pending = None
+            return True
+        if self._seen != session._version or not session._whole:
+            session._go_back_for(self.ids)
+            self._note_start()
+            if self.done:
+                return True
+        start = len(session.tokens)
+        end = min(start - start % chunk + chunk, len(self.ids))
+        # A state still reaches a few tokens back, so only a boundary further from the end costs a step of its own.
+        end = next((c for c in self._cuts if c < end - FREE_TRUNCATION), end)
+        session.engine.step([(session, self.ids[start:end])], "last" if end == len(self.ids) else "none")
+        session.recomputed += end - start
+        while self._cuts and self._cuts[0] <= end:
+            session._keep_checkpoint(wanted=True, length=self._cuts.pop(0))
+        self._seen = session._version
+        return self.done
+
+
 class Session:
     """Tokens and state of one conversation.
 
     Attributes:
         tokens: the evaluated tokens; do not change the list.
         pending: the token that was sampled last and is not evaluated yet, or None.
-        reused, recomputed: tokens that the last `sync` or `rewind` took over from the state, and that it evaluated.
+        reused, recomputed: tokens that the last `sync`, `begin` or `rewind` took over from the state, and that it (or
+            the steps since `begin`) evaluated.
     """
 
     def __init__(self, engine: Engine, state: State | None = None) -> None:
@@ -48,6 +107,7 @@ class Session:
         self.reused = 0
         self.recomputed = 0
         self.closed = False
+        self._version = 0  # another number after each change of the tokens
         self.checkpoints = CheckpointList()
         self._logits: Tensor | None = None
         engine.checkpoint_budget.register(self.checkpoints)
@@ -79,53 +139,43 @@ class Session:
         Raises:
             ContextOverflowError: the prompt does not fit the context. Ds4Error: no tokens, or unknown ids.
         """
+        prefill = self.begin(ids, chunk=chunk, boundaries=boundaries)
+        while not prefill.done:
+            if cancelled is not None and cancelled():
+                return False
+            prefill.step()
+            if progress is not None:
+                progress(len(self.tokens), len(prefill.ids))
+        return True
+
+    def begin(
+        self, ids: Sequence[int], *, chunk: int | None = None, boundaries: Sequence[int] | None = None
+    ) -> Prefill:
+        """Like `sync`, but evaluates nothing yet: the steps of what is returned do, each one chunk.
+
+        Only here is the whole prompt looked at, so that short steps cost a long prompt no more than long ones.
+        """
         ids = self.token_ids(ids)
-        if self.closed:
-            raise Ds4Error("this session is closed; take a new one from the engine")
+        self._check_open()
         if not ids:
             raise Ds4Error("a prompt needs at least one token")
         if len(ids) >= self.engine.context:
             raise ContextOverflowError(len(ids), self.engine.context)
-        chunk = self.engine.config.prefill_chunk if chunk is None else chunk
-        if chunk < 1:
-            raise Ds4Error(f"the prefill chunk must be at least 1 token, not {chunk}")
-        self.pending = None
-        shared = common_prefix(self.tokens, ids)
-        if not (shared == len(self.tokens) == len(ids) and self._logits is not None):
-            self._go_back(shared if shared < len(ids) else len(ids), needs_logits=shared == len(ids))
-        self.reused, self.recomputed = len(self.tokens), 0
-        return self._extend(ids, chunk, progress, cancelled, boundaries)
-
-    def _extend(
-        self,
-        ids: list[int],
-        chunk: int,
-        progress: Callable[[int, int], None] | None,
-        cancelled: Callable[[], bool] | None,
-        boundaries: Sequence[int] | None,
-    ) -> bool:
-        cuts = self._turn_boundaries(ids) if boundaries is None else sorted(boundaries)
-        cuts = [c for c in cuts if len(self.tokens) < c < len(ids)][-MAX_TURN_CUTS:]
-        while len(self.tokens) < len(ids):
-            if cancelled is not None and cancelled():
-                return False
-            start = len(self.tokens)
-            end = min(start - start % chunk + chunk, len(ids))
-            # A state still reaches a few tokens back, so only a boundary further from the end costs a step of its own.
-            end = next((c for c in cuts if c < end - FREE_TRUNCATION), end)
-            self.engine.step([(self, ids[start:end])], "last" if end == len(ids) else "none")
-            self.recomputed += end - start
-            while cuts and cuts[0] <= end:
-                self._keep_checkpoint(wanted=True, length=cuts.pop(0))
-            if progress is not None:
-                progress(end, len(ids))
-        return True
+        chunk = self._check_chunk(self.engine.config.prefill_chunk if chunk is None else chunk)
+        self._go_back_for(ids)
+        return Prefill(self, ids, chunk, boundaries)
 
     def _turn_boundaries(self, ids: list[int]) -> list[int]:
         if not self.engine.has_tokenizer:
             return []
         assistant = self.engine.tokenizer.assistant
         return [i + 1 for i in range(len(self.tokens), len(ids)) if ids[i] == assistant]
+
+    def _extend(self, ids: list[int]) -> None:
+        """Evaluate what is missing of `ids`, which begin with the tokens held."""
+        prefill = Prefill(self, ids, self.engine.config.prefill_chunk, ())
+        while not prefill.done:
+            prefill.step()
 
     def step(self, token: int) -> Tensor:
         """Evaluate one token, after the pending one if there is one; the logits behind it, float32 [vocab]."""
@@ -161,7 +211,7 @@ class Session:
                 raise Ds4Error("an empty session has no logits: sync a prompt first")
             pending, tokens = self.pending, list(self.tokens)
             self._go_back(len(tokens), needs_logits=True)
-            self._extend(tokens, self.engine.config.prefill_chunk, None, None, ())
+            self._extend(tokens)
             self.pending = pending
         assert self._logits is not None
         return self._logits
@@ -176,7 +226,7 @@ class Session:
         self.pending = None
         self._go_back(length, needs_logits=False)
         self.reused, self.recomputed = len(self.tokens), 0
-        self._extend(tokens, self.engine.config.prefill_chunk, None, None, ())
+        self._extend(tokens)
 
     def truncate(self, length: int) -> None:
         """Cut off up to 16 tokens (`ds4.model.cache.FREE_TRUNCATION`) at no cost.
@@ -215,6 +265,16 @@ class Session:
         self.checkpoints.clear()
         self.tokens, self.pending, self._logits = [], None, None
         self.closed = True
+        self._version += 1
+
+    def _go_back_for(self, ids: list[int]) -> None:
+        """Cut the session to what it shares with `ids`, as long as it can be without evaluating."""
+        self._check_open()
+        self.pending = None
+        shared = common_prefix(self.tokens, ids)
+        if not (shared == len(self.tokens) == len(ids) and self._logits is not None):
+            self._go_back(shared, needs_logits=shared == len(ids))
+        self.reused, self.recomputed = len(self.tokens), 0
 
     def _go_back(self, length: int, needs_logits: bool) -> None:
         """Go to the longest state of at most `length` tokens that can be had without evaluating.
@@ -250,6 +310,7 @@ class Session:
         del self.tokens[length:]
         self.checkpoints.drop_above(length)
         self._logits = None
+        self._version += 1
 
     # -- moving a session --------------------------------------------------------------------------------------------
 
@@ -274,10 +335,11 @@ class Session:
         self.repair()
         self._go_back(exported.start, needs_logits=False)
         if len(self.tokens) < exported.start:
-            self._extend(tokens[: exported.start], self.engine.config.prefill_chunk, None, None, ())
+            self._extend(tokens[: exported.start])
         self._forget(exported.start)
         self.state.import_state(exported)
         self.tokens, self.pending, self._logits = tokens, None, exported.checkpoint.logits
+        self._version += 1
         self.checkpoints.add(exported.checkpoint, wanted=True)
         self.engine.checkpoint_budget.enforce()
 
@@ -285,8 +347,7 @@ class Session:
 
     def check(self, ids: Sequence[int]) -> list[int]:
         """The ids as plain integers; raises `Ds4Error` if these cannot be the session's next tokens."""
-        if self.closed:
-            raise Ds4Error("this session is closed; take a new one from the engine")
+        self._check_open()
         ids = self.token_ids(ids)
         if not ids:
             raise Ds4Error("a step needs at least one token of each session")
@@ -294,11 +355,16 @@ class Session:
             raise ContextOverflowError(len(self.tokens) + len(ids), self.engine.context)
         return ids
 
+    @property
+    def _whole(self) -> bool:
+        """Whether the state holds exactly `tokens`: no step has just broken off."""
+        return self.state.length == len(self.tokens) and self.state.can_truncate(len(self.tokens))
+
     def repair(self) -> None:
         """Make the state hold exactly `tokens` again if a step broke off half way."""
-        length = len(self.tokens)
-        if self.state.length == length and self.state.can_truncate(length):
+        if self._whole:
             return
+        length = len(self.tokens)
         if self.state.can_truncate(length):
             self.state.truncate(length)
         else:
@@ -307,6 +373,7 @@ class Session:
     def evaluated(self, ids: Sequence[int], logits: Tensor | None) -> None:
         """The state has taken these tokens."""
         self.tokens += ids
+        self._version += 1
         self.pending = None
         self._logits = logits
         interval = self.engine.config.checkpoint_interval
@@ -329,6 +396,16 @@ class Session:
             wrong = low if low < 0 else high
             raise Ds4Error(f"token id {wrong} is not in the vocabulary (0 to {self.engine.shape.vocab - 1})")
         return ids
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Ds4Error("this session is closed; take a new one from the engine")
+
+    def _check_chunk(self, chunk: int) -> int:
+        """`chunk`; raises `Ds4Error` if it is no size of a chunk."""
+        if chunk < 1:
+            raise Ds4Error(f"the prefill chunk must be at least 1 token, not {chunk}")
+        return chunk
 
     def _check_length(self, length: int) -> None:
         if not isinstance(length, int) or not 0 <= length <= len(self.tokens):

@@ -1,15 +1,17 @@
-"""A request while the worker has it."""
+"""What the worker has in hand: requests, and questions about them."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 
+from ds4.engine.session import Prefill
 from ds4.server.continuation import Plan
 from ds4.server.decode import Chooser, Generation
 from ds4.server.recovery import Earlier
-from ds4.server.request import Job, Usage
+from ds4.server.request import ChatRequest, Job, Prompt, Usage
 from ds4.server.slots import Slot
 
 
@@ -18,6 +20,15 @@ class TimedJob(Job):
     """A job with the moment, on the worker's clock, at which it has taken too long."""
 
     deadline: float = inf
+
+
+@dataclass(eq=False)
+class Count:
+    """A question of how many tokens a request would have before it."""
+
+    request: ChatRequest
+    prompt: Prompt
+    tokens: Future[int] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
@@ -30,6 +41,7 @@ class Running:
         call_ids: ids of the calls begun so far.
         started, answering: when it was admitted, and when its prompt was evaluated.
         first, again: a second attempt continues this one, and its prompt is these tokens.
+        prefill: the evaluation of `ids`, while it is under way.
     """
 
     job: TimedJob
@@ -44,11 +56,23 @@ class Running:
     answering: float = 0.0
     first: Earlier | None = None
     again: list[int] | None = None
+    prefill: Prefill | None = None
 
     @property
     def ids(self) -> list[int]:
         """The tokens that are evaluated before an answer is sampled."""
         return self.plan.ids if self.again is None else self.again
+
+    def evaluate(self, chunk: int) -> bool:
+        """Evaluate `ids` up to the next multiple of `chunk` tokens; True once all are."""
+        if self.prefill is None:
+            self.prefill = self.slot.session.begin(self.ids, boundaries=self.boundaries)
+        complete = self.prefill.step(chunk)
+        if self.reused is None:
+            self.reused = self.prefill.reused
+        if complete:
+            self.prefill = None
+        return complete
 
     @property
     def usage(self) -> Usage:

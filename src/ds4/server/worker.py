@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -19,7 +20,7 @@ from ds4.chat.events import CallBegin, Event
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION, Engine, Session
 from ds4.server.config import ServerConfig
-from ds4.server.continuation import bind_reply, loses_reasoning, plan
+from ds4.server.continuation import Plan, bind_reply, loses_reasoning, plan
 from ds4.server.decode import ChooserFactory, Ending, Generation, sampling_chooser
 from ds4.server.prompting import PromptBuilder
 from ds4.server.recovery import MIN_ROOM, correction
@@ -37,7 +38,7 @@ from ds4.server.request import (
     ShuttingDownError,
     Usage,
 )
-from ds4.server.running import Running, TimedJob
+from ds4.server.running import Count, Running, TimedJob
 from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
 from ds4.server.turns import Turn, TurnMemory
@@ -86,6 +87,7 @@ class Worker:
         self._decoding: list[Running] = []
         self._changed = threading.Condition()
         self._waiting: deque[TimedJob] = deque()
+        self._counts: deque[Count] = deque()
         self._stopping = False
         self._started = False
         self._ended = False
@@ -125,6 +127,17 @@ class Worker:
             self._idle = False
             self._changed.notify_all()
         return job
+
+    def count(self, request: ChatRequest, prompt: Prompt) -> Future[int]:
+        """The tokens that the request would have before it now: with hidden reasoning more than its prompt."""
+        asked = Count(request, prompt)
+        with self._changed:
+            if self._stopping or not self.alive:
+                asked.tokens.set_result(len(prompt.ids))
+            else:
+                self._counts.append(asked)
+                self._changed.notify_all()
+        return asked.tokens
 
     @property
     def alive(self) -> bool:
@@ -179,6 +192,7 @@ class Worker:
         try:
             while self._wait_for_work():
                 try:
+                    self._answer_counts()
                     self._admit()
                     self._end_overdue()
                     self._prefill()
@@ -204,6 +218,10 @@ class Worker:
         self._fail_all(503, message)
         for job in self._take_waiting():
             self._refuse(job, 503, message)
+        while self._counts:
+            asked = self._counts.popleft()
+            if asked.tokens.set_running_or_notify_cancel():
+                asked.tokens.set_result(len(asked.prompt.ids))
 
     def _replace_stuck_threads(self) -> None:
         """What the thread of the watch does."""
@@ -237,7 +255,7 @@ class Worker:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._waiting or self._prefilling or self._decoding or self._stopping):
+            while not (self._waiting or self._counts or self._prefilling or self._decoding or self._stopping):
                 self._idle = True
                 self._changed.notify_all()
                 self._changed.wait()
@@ -250,6 +268,20 @@ class Worker:
             self._idle = True
             self._changed.notify_all()
         return jobs
+
+    def _answer_counts(self) -> None:
+        while self._counts:
+            asked = self._counts.popleft()
+            # Who does not wait for it any more has cancelled it.
+            if asked.tokens.set_running_or_notify_cancel():
+                try:
+                    asked.tokens.set_result(len(self._plan(asked.request, asked.prompt).ids))
+                except Exception as error:
+                    asked.tokens.set_exception(error)
+
+    def _plan(self, request: ChatRequest, prompt: Prompt) -> Plan:
+        context, limit = self.engine.context, self._room(request, 0)
+        return plan(prompt, self._slots.slots, self.engine.tokenizer, self.prompts.encode, context, limit)
 
     def _admit(self) -> None:
         while True:
@@ -290,7 +322,7 @@ class Worker:
         return f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {phase}"
 
     def _start(self, job: TimedJob) -> None:
-        chosen = plan(job.prompt, self._slots.slots, self.engine.tokenizer, self.prompts.encode, self.engine.context)
+        chosen = self._plan(job.request, job.prompt)
         if chosen.miss:
             log.info("request %d live kv cache miss %s", job.number, chosen.miss)
         if loses_reasoning(job.request, chosen):
@@ -335,26 +367,15 @@ class Worker:
         if job.cancelled:
             self._cancel(running, "prefill")
             return
-        chunks = 0
         chunk = self.engine.config.prefill_chunk
         if self._decoding:
             chunk = min(chunk, _SHARED_CHUNK)
-
-        def one_chunk() -> bool:
-            nonlocal chunks
-            chunks += 1
-            return chunks > 1
-
         try:
-            complete = self._watch.step(
-                lambda: session.sync(running.ids, chunk=chunk, cancelled=one_chunk, boundaries=running.boundaries)
-            )
+            complete = self._watch.step(lambda: running.evaluate(chunk))
         except Exception as error:
             log.exception("request %d failed in its prompt", job.number)
             self._fail(running, 500, _text(error))
             return
-        if running.reused is None:
-            running.reused = session.reused
         log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.ids))
         # Prompts take turns.
         self._prefilling.append(self._prefilling.pop(0))
@@ -384,7 +405,7 @@ class Worker:
             running.chooser,
             self.engine.tokenizer,
             opened=running.ids[-1],
-            limit=self._room(job, len(session.tokens)),
+            limit=self._room(job.request, len(session.tokens)),
             profile=self.config.template,
             think_recovery=self.config.think_recovery,
             trace=self.trace,
@@ -395,9 +416,9 @@ class Worker:
         self._prefilling.remove(running)
         self._decoding.append(running)
 
-    def _room(self, job: Job, tokens: int) -> int:
+    def _room(self, request: ChatRequest, tokens: int) -> int:
         """Most tokens that may be sampled behind so many."""
-        wanted = self.config.max_tokens if job.request.max_tokens is None else job.request.max_tokens
+        wanted = self.config.max_tokens if request.max_tokens is None else request.max_tokens
         return min(wanted, self.engine.context - tokens)
 
     def _decode(self) -> None:
@@ -442,7 +463,7 @@ class Worker:
         text = correction(generation.malformed or "", thinking, self.config.template)
         injected = tokenizer.encode_chat(text)
         ids = [*session.tokens, *generation.fresh, *injected]
-        if self._room(job, len(ids)) < MIN_ROOM:
+        if self._room(job.request, len(ids)) < MIN_ROOM:
             return False
         log.info("request %d malformed tool call, asking the model again: %s", job.number, generation.malformed)
         self.trace.write(job.number, "inject", text=text)
