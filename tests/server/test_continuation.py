@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_harness import script_backend, tokenizer
+from server_harness import WEATHER, script_backend, tokenizer
 
 from ds4.chat import Message, render
 from ds4.chat.message import ToolCall
+from ds4.chat.tools import tool_schemas
 from ds4.engine import Engine
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import bind_reply, common_bytes, plan
 from ds4.server.prompting import PromptBuilder
 from ds4.server.request import ChatRequest, Prompt
-from ds4.server.slots import Slot, SlotTable
+from ds4.server.slots import Slot, SlotTable, TokenKey
 
 CONFIG = ServerConfig(ctx=512)
 
@@ -44,8 +45,8 @@ def slot(of: Engine, ids: Sequence[int]) -> Slot:
     return made
 
 
-def choose(of: Engine, wanted: Prompt, *slots: Slot, context: int = 512) -> Any:
-    return plan(wanted, slots, of.tokenizer, builder(of).encode, context)
+def choose(of: Engine, wanted: Prompt, *slots: Slot, context: int = 512, limit: int = 1) -> Any:
+    return plan(wanted, slots, of.tokenizer, builder(of).encode, context, limit)
 
 
 def test_an_empty_server_starts_at_nothing() -> None:
@@ -77,6 +78,69 @@ def test_equal_text_in_other_tokens_is_continued_and_the_rest_tokenised_alone() 
     assert chosen.ids[: chosen.reused] == live.session.tokens
     assert of.tokenizer.key_bytes(chosen.ids) == second.key
     assert chosen.ids != second.ids
+
+
+def test_the_same_text_in_more_tokens_is_continued_however_little_room_it_leaves() -> None:
+    of = engine(*"helo wrdys")
+    turns = [("user", "greet"), ("assistant", "hello world"), ("user", "more")]
+    pieces = [of.tokenizer.piece(letter.encode()) for letter in "hello world"]  # type: ignore[attr-defined]
+    first, second = prompt(of, turns[:1], thinking=False), prompt(of, turns, thinking=False)
+    live = slot(of, first.ids + pieces)
+    chosen = choose(of, second, live)
+    assert len(chosen.ids) > len(second.ids)
+    assert choose(of, second, live, context=len(chosen.ids) + 1, limit=100) == chosen
+    assert choose(of, second, live, context=len(chosen.ids), limit=100).ids == second.ids
+    # Nor does an answer hide anything that is shown with its reasoning.
+    thinks = prompt(of, turns[:1])
+    live = slot(of, [*thinks.ids, *pieces, of.tokenizer.end_think, *pieces])
+    live.session.pending = of.tokenizer.eos
+    said = Message(reasoning="hello world", content="hello world")
+    bind_reply(live, thinks, said, of.tokenizer, builder(of).encode, "official")
+    asked = [Message(role="user", content="greet"), said, Message(role="user", content="more")]
+    third = builder(of).build(ChatRequest("m", tuple(asked), tool_schemas([WEATHER])))
+    assert choose(of, third, live).source == "none"
+    first = builder(of).build(ChatRequest("m", tuple(asked[:1]), tool_schemas([WEATHER])))
+    live = slot(of, [*first.ids, *pieces, of.tokenizer.end_think, *pieces])
+    live.session.pending = of.tokenizer.eos
+    bind_reply(live, first, said, of.tokenizer, builder(of).encode, "official")
+    chosen = choose(of, third, live)
+    assert (chosen.detail, chosen.whole) == ("visible", True)
+    assert of.tokenizer.key_bytes(chosen.ids) == third.key
+    assert choose(of, third, live, context=len(chosen.ids) + 1, limit=100) == chosen
+
+
+def test_hidden_reasoning_leaves_room_for_an_answer() -> None:
+    of = engine("why ", "yes")
+    why, yes = (of.tokenizer.piece(piece) for piece in (b"why ", b"yes"))  # type: ignore[attr-defined]
+    messages: list[Message] = []
+    live = slot(of, [])
+    ends = []
+    for thought in (30, 90):
+        messages.append(Message(role="user", content="q " * 20))
+        asked = builder(of).build(ChatRequest("m", tuple(messages)))
+        chosen = choose(of, asked, live)
+        live.session.sync([*chosen.ids, *[why] * thought, of.tokenizer.end_think, yes])
+        live.session.pending = of.tokenizer.eos
+        reply = Message(reasoning="why " * thought, content="yes")
+        bind_reply(live, asked, reply, of.tokenizer, builder(of).encode, "official")
+        ends.append(len(live.session.tokens))
+        messages.append(Message(content="yes"))
+    wanted = builder(of).build(ChatRequest("m", (*messages, Message(role="user", content="more"))))
+    whole = choose(of, wanted, live)
+    assert whole.whole
+    assert len(whole.ids) == len(wanted.ids) + 122
+
+    def hidden(context: int, limit: int) -> int:
+        chosen = choose(of, wanted, live, context=context, limit=limit)
+        left_out = {len(whole.ids): 122, len(whole.ids) - 91: 31, len(wanted.ids): 0}
+        assert chosen.reused >= ends[0] or chosen.ids == wanted.ids
+        return left_out[len(chosen.ids)]
+
+    # As much as the request wants, or a quarter of the context. Of what is too much, only the later part is left out.
+    size = len(whole.ids)
+    assert [hidden(size + room, 20) for room in (20, 19, -71, -72)] == [122, 31, 31, 0]
+    assert [hidden(size + 40, limit) for limit in (0, 40, 41, 1000)] == [122, 122, 31, 31]
+    assert [hidden(context, 1000) for context in (size * 4 // 3 + 4, size * 4 // 3 - 4)] == [122, 31]
 
 
 def test_text_shared_in_part_is_left_at_a_turn_not_inside_a_word() -> None:
@@ -167,12 +231,12 @@ def test_a_prompt_cancelled_half_way_leaves_only_what_was_evaluated() -> None:
     live.session.pending = of.tokenizer.eos
     bind_reply(live, first, Message(content="yes"), of.tokenizer, builder(of).encode, "official")
     second = prompt(of, [("user", "word " * 60), ("assistant", "yes"), ("user", "more")])
-    assert live.key().startswith(first.key)
+    assert live.key().data.startswith(first.key)
     assert choose(of, second, live).detail == "visible"
     # Another request goes back to the last checkpoint and is cancelled after a chunk.
     live.session.rewind(32)
     live.session.sync(first.ids[:48])
-    assert live.key() == of.tokenizer.key_bytes(first.ids[:48])
+    assert live.key().data == of.tokenizer.key_bytes(first.ids[:48])
     chosen = choose(of, second, live)
     assert (chosen.reused, chosen.ids, chosen.whole) == (48, second.ids, True)
 
@@ -229,6 +293,18 @@ def test_the_miss_says_where_and_what() -> None:
     assert "byte=" in chosen.miss
 
 
+def test_a_byte_that_is_no_text_is_no_special_token() -> None:
+    """A model may write the byte that stands before special tokens in keys."""
+    of = engine("base64:" + base64.b64encode(b"a\xff").decode(), "base64:" + base64.b64encode(b"\xff").decode(), "hi")
+    asked = prompt(of, [("user", "greet"), ("assistant", "hi"), ("user", "more")], thinking=False)
+    first = prompt(of, [("user", "greet")], thinking=False)
+    for wrong in (b"a\xff", b"\xff"):
+        live = slot(of, [*first.ids, of.tokenizer.piece(b"hi"), of.tokenizer.piece(wrong)])  # type: ignore[attr-defined]
+        chosen = choose(of, asked, live)
+        assert of.tokenizer.key_bytes(chosen.ids) == asked.key
+        assert len(first.ids) <= chosen.kept <= len(first.ids) + 1
+
+
 WORDS = st.sampled_from(["a", " b", "über", "😀", "\n\n", "12345", "</think>", "<｜User｜>", " the end"])
 TURNS = st.lists(st.lists(WORDS, min_size=1, max_size=6).map("".join), min_size=1, max_size=5)
 
@@ -266,7 +342,48 @@ def test_what_is_evaluated_is_always_the_prompt(
         live.keep(chosen.kept)
         live.session.sync(chosen.ids)
         assert live.session.reused >= chosen.reused
-        assert live.key() == wanted.key
+        assert live.key().data == wanted.key
+
+
+@settings(max_examples=40)
+@given(TURNS, st.booleans())
+def test_behind_a_special_token_a_prompt_is_tokenised_as_if_it_were_alone(texts: list[str], thinking: bool) -> None:
+    """So what follows a state takes the prompt's own tokens from the next special token on."""
+    of = engine("x")
+    wanted = prompt(of, [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)], thinking)
+    for i, token in enumerate(wanted.ids):
+        if token in of.tokenizer.special.values():
+            start = len(of.tokenizer.decode(wanted.ids[:i]).decode())
+            assert builder(of).encode(wanted.text[start:]) == wanted.ids[i:]
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.lists(st.integers(0, 400), max_size=150)), max_size=6))
+def test_a_key_follows_tokens_however_they_change(changes: list[tuple[int, list[int]]]) -> None:
+    """It does not matter whether the slot was told of the change, nor whether its key was read in between."""
+    base = tokenizer()
+    key, tokens = TokenKey(base), list[int]()
+    for kept, new in changes:
+        tokens = [*tokens[:kept], *new]
+        key.follow(tokens)
+        assert key.data == key.copy().data == base.key_bytes(tokens)
+        offset = 0
+        for i, token in enumerate(tokens):
+            assert key.length(i) == offset
+            assert key.token_at(offset) == (i, offset)
+            offset += len(base.key_bytes([token]))
+            assert key.token_at(offset - 1)[0] == i
+        assert key.length(len(tokens)) == offset
+
+
+def test_a_key_that_was_read_before_a_state_went_back_is_not_believed() -> None:
+    """Prompts that are admitted together read the state before the first of them changes it."""
+    of = engine("x")
+    a, b = (prompt(of, [("user", text * 30)]) for text in ("same ", "other "))
+    live = slot(of, a.ids)
+    live.keep(3)
+    assert live.key().data == a.key
+    live.session.sync(b.ids)
+    assert live.key().data == b.key
 
 
 @given(st.binary(max_size=30), st.binary(max_size=10), st.binary(max_size=10))

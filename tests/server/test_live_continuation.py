@@ -437,6 +437,22 @@ def test_a_conversation_without_room_for_its_hidden_reasoning_goes_on_without_it
         assert second["prompt"]["effective_tokens"] == second["prompt"]["tokens"]
 
 
+def test_hidden_reasoning_never_takes_the_room_that_the_answer_needs(trace: Path) -> None:
+    thought, said = line(*["hm "] * 240, "</think>", *CALL), line("</think>", *["word "] * 60)
+    with scripted(thought, said, said, trace=trace, ctx=600) as server:
+        talk = Talk(server, trace)
+        first = talk.ask(ASK)
+        turn = [shown(first), result(first)]
+        # It wants little, and that fits behind the reasoning.
+        little = talk.ask(ASK, *turn, max_tokens=10)
+        assert little["prompt"]["reused"] == held(first)
+        assert little["prompt"]["effective_tokens"] > 600 - 60
+        for _ in range(2):
+            second = talk.ask(ASK, *turn)
+            assert second["prompt"]["effective_tokens"] == second["prompt"]["tokens"]
+            assert second["content"] == "word " * 60
+
+
 @pytest.mark.parametrize("template", ["official", "ds4"])
 def test_both_templates_continue_live(template: str, trace: Path) -> None:
     with scripted(LOOK, SAY, SAY, trace=trace, template=template) as server:
@@ -472,7 +488,7 @@ def test_what_a_second_attempt_made_good_stays_hidden_and_live(trace: Path) -> N
     broken = ["".join(CALL[:6]).replace("get_weather", "get"), "nonsense", *CALL[-3:]]
     pieces = [piece for part in broken for piece in part.replace("｜DSML｜", "\0｜DSML｜\0").split("\0") if piece]
     first_try = line("hm", "</think>", *pieces)
-    with scripted(first_try, line("why", "</think>", *CALL), LOOK, SAY, trace=trace) as server:
+    with scripted(first_try, line("so", "</think>", *CALL), LOOK, SAY, trace=trace) as server:
         talk = Talk(server, trace)
         first = talk.ask(SYSTEM, ASK)
         assert len(first["tool_calls"]) == 1
@@ -486,3 +502,7 @@ def test_what_a_second_attempt_made_good_stays_hidden_and_live(trace: Path) -> N
         third = talk.ask(*messages, thinking=False)
         assert (third["prompt"]["source"], third["prompt"]["reused"]) == ("live", held(second))
         assert "<｜Assistant｜></think>" in live_text(server)
+        # Of the three turns before, the client has seen two.
+        messages += [shown(third), {"role": "user", "content": "And Oslo?"}]
+        fourth = talk.ask(*messages)
+        assert (fourth["prompt"]["source"], fourth["prompt"]["reused"]) == ("live", held(third))

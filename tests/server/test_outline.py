@@ -9,7 +9,7 @@ from server_harness import tokenizer
 from ds4.chat import Message, render
 from ds4.chat.message import ToolCall
 from ds4.chat.rendered import Rendered
-from ds4.server.outline import OpenedTurn, outline, same_reasoning
+from ds4.server.outline import OpenedTurn, SharedReasoning, outline
 
 CALLS = (ToolCall("get_weather", '{"city":"Rome"}', "call_1"),)
 
@@ -114,6 +114,15 @@ def test_an_answer_that_is_to_be_continued_does_not_end_a_turn() -> None:
 
 def turn(reasoning: str) -> OpenedTurn:
     return OpenedTurn(0, 0, reasoning.encode(), 0)
+
+
+def same_reasoning(shown: list[OpenedTurn], true: list[OpenedTurn]) -> bool:
+    """Whether they share it, which must not depend on what follows them."""
+    same = SharedReasoning(shown, true).holds(len(shown), len(true))
+    more = [turn("x"), turn("a"), turn("b"), turn("c")]
+    for a, b in ((more, more), (more, []), ([], more), ([turn("")], more)):
+        assert SharedReasoning([*shown, *a], [*true, *b]).holds(len(shown), len(true)) == same
+    return same
 
 
 def test_reasoning_may_be_left_out_but_not_be_another() -> None:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from ds4 import __version__
-from ds4.errors import RequestError
+from ds4.errors import ContextOverflowError, RequestError
 from ds4.server import openapi
 from ds4.server.api import messages
 from ds4.server.api.base import Api, ApiContext, Ask
@@ -118,15 +118,27 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
 
 
 def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Request], Awaitable[Response]]:
-    """What counts the tokens of one API's requests; nothing is queued for it."""
+    """What counts the tokens of one API's requests as their answers would; nothing is evaluated for it."""
 
     async def count(request: Request) -> Response:
         ask = await read_ask(request, api, context)
         try:
-            tokens = await asyncio.to_thread(worker.prompts.count, ask.request)
+            tokens = await count_tokens(ask)
         except RequestError as error:
             raise from_request_error(error, messages=api.conversation) from None
         return JsonResponse({"input_tokens": tokens})
+
+    async def count_tokens(ask: Ask) -> int:
+        try:
+            prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
+        except ContextOverflowError:
+            return await asyncio.to_thread(worker.prompts.count, ask.request)
+        effective = asyncio.wrap_future(worker.count(ask.request, prompt))
+        try:
+            return await asyncio.wait_for(effective, context.config.first_byte_seconds)
+        except TimeoutError:
+            # The model is in a long step. What the client sent is known at least.
+            return len(prompt.ids)
 
     return count
 

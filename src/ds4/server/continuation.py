@@ -16,21 +16,27 @@ before that may be left out. The state is the truth. It is selected, never rewri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ds4.chat.dsml_text import BLOCK_END, BLOCK_START
 from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.chat.template import render_reply
 from ds4.engine.session import common_prefix
-from ds4.server.outline import OpenedTurn, Outline, outline, same_reasoning
+from ds4.server.outline import OpenedTurn, Outline, SharedReasoning, outline
 from ds4.server.replay import same_calls
 from ds4.server.request import ChatRequest, Prompt
-from ds4.server.slots import Anchor, Prefix, Slot, digest, digests
+from ds4.server.slots import Anchor, Prefix, Slot, TokenKey, digest, digests
 from ds4.tokenizer import Tokenizer
 
 Encode = Callable[[Rendered], list[int]]
+
+_ROOM, _ROOM_PART = 1024, 4
+"""Tokens, and part of the context, that hidden reasoning leaves for an answer if the request wants as many."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +72,36 @@ class Plan:
         return "none" if not self.reused else "live" if self.whole else "checkpoint"
 
 
-def plan(prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode, context: int) -> Plan:
-    """The cheapest way to evaluate a prompt, given the live conversations."""
-    best = Plan(None, prompt.ids)
-    view = _View(prompt)
+def plan(prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode, context: int, limit: int) -> Plan:
+    """The cheapest way to evaluate a prompt, given the live conversations, that leaves room for an answer.
+
+    Args:
+        prompt, slots: what is wanted, and what there is.
+        tokenizer, encode: how tokens are read, and how text is tokenised.
+        context: tokens of the context.
+        limit: most tokens that the answer may have.
+    """
+    view = _View(prompt, slots, tokenizer, encode)
+    room = min(limit, context // _ROOM_PART, _ROOM)
+
+    def fits(way: _Way) -> bool:
+        free = context - way.size
+        return free > 0 and (free >= room or way.size <= len(prompt.ids) or not _hides(view, way))
+
+    best, value = None, (-len(prompt.ids), False, False, 0)
     for slot in slots:
-        for candidate in _candidates(view, slot, tokenizer, encode):
-            fits = len(candidate.ids) < context or candidate.ids is prompt.ids
-            if candidate.reused and fits and _value(candidate) > _value(best):
-                best = candidate
-    if best.whole or not slots:
-        return best
+        for way in _ways(view, slot, fits):
+            if way.reused and _value(way) > value:
+                best, value = way, _value(way)
+    if best is None:
+        chosen = Plan(None, prompt.ids)
+    else:
+        chosen = Plan(best.slot, _ids(view, best), best.kept, best.reused, best.detail, sampled=best.sampled)
+    if chosen.whole or not slots:
+        return chosen
     # What is reused is left where the tokens differ that are evaluated, not where hidden reasoning is.
-    key = prompt.key if best.ids is prompt.ids else tokenizer.key_bytes(best.ids)
-    slot = best.slot or max(slots, key=lambda slot: slot.used)
-    return replace(best, miss=_miss(key, best.ids, slot))
+    key = prompt.key if best is None else _key(view, best)
+    return replace(chosen, miss=_miss(key, chosen.ids, chosen.slot or max(slots, key=lambda slot: slot.used)))
 
 
 def loses_reasoning(request: ChatRequest, chosen: Plan) -> bool:
@@ -94,83 +115,183 @@ def loses_reasoning(request: ChatRequest, chosen: Plan) -> bool:
     return answer is not None and bool(answer.tool_calls) and not answer.reasoning
 
 
-def _value(candidate: Plan) -> tuple[int, bool, bool, int]:
+@dataclass(frozen=True)
+class _Way:
+    """A way to evaluate a prompt: the first tokens of a slot, some between, and the prompt's from some place on.
+
+    Attributes:
+        slot: the conversation that it continues.
+        head: how many of the slot's tokens come first.
+        between: what comes behind them.
+        start: the index of the first of the prompt's tokens that come then.
+        mark: where these begin in the prompt's key bytes.
+        detail, kept, reused, sampled: as in a plan.
+        size: tokens in all.
+    """
+
+    slot: Slot
+    head: int
+    between: tuple[int, ...]
+    start: int
+    mark: int
+    detail: str
+    size: int
+    kept: int = 0
+    reused: int = 0
+    sampled: bool = False
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is the prompt's tokens, all of them."""
+        return not (self.head or self.start)
+
+
+def _value(way: _Way) -> tuple[int, bool, bool, int]:
     """What is left to evaluate decides; hidden reasoning that is reused has no value of its own."""
-    slot = candidate.slot
-    left = len(candidate.ids) - candidate.reused
-    return (-left, False, False, 0) if slot is None else (-left, candidate.whole, not slot.busy, slot.used)
+    slot = way.slot
+    return way.reused - way.size, way.kept == len(slot.session.tokens), not slot.busy, slot.used
+
+
+def _ids(view: _View, way: _Way) -> list[int]:
+    ids = view.prompt.ids
+    return ids if way.is_prompt else [*way.slot.session.tokens[: way.head], *way.between, *ids[way.start :]]
+
+
+def _key(view: _View, way: _Way) -> bytes:
+    """The key bytes of a way's tokens."""
+    key = view.key(way.slot)
+    return key.data[: key.length(way.head)] + view.tokenizer.key_bytes(way.between) + view.prompt.key[way.mark :]
+
+
+def _hides(view: _View, way: _Way) -> bool:
+    """Whether a way has more in it than the prompt shows."""
+    return view.key(way.slot).length(way.head) + len(view.tokenizer.key_bytes(way.between)) > way.mark
 
 
 class _View:
     """A prompt, with what is needed of it again for each slot."""
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.text = prompt.text.encode()
-        self._outline: Outline | None = None
+    def __init__(self, prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode) -> None:
+        self.prompt, self.tokenizer = prompt, tokenizer
+        self._slots, self._encode = slots, encode
+        self.special = frozenset(tokenizer.special.values())
+        self._keys: dict[Slot, TokenKey] = {}
 
-    @property
+    def key(self, slot: Slot) -> TokenKey:
+        """A slot's key."""
+        if slot not in self._keys:
+            self._keys[slot] = slot.key()
+        return self._keys[slot]
+
+    @cached_property
     def outline(self) -> Outline:
         """The turns of its key."""
-        if self._outline is None:
-            self._outline = outline(self.prompt.key, self.prompt.messages)
-        return self._outline
+        return outline(self.prompt.key, self.prompt.messages)
 
-    def rest(self, key_length: int) -> Rendered | None:
-        """The prompt behind its first key bytes; None if that is nothing or inside a character."""
-        prompt = self.prompt
-        offset = key_length - prompt.key.count(b"\xff", 0, key_length)
+    @cached_property
+    def fronts(self) -> dict[int, bytes]:
+        """The hashes of its key's beginnings that are as long as the fronts of anchors."""
+        return digests(self.prompt.key, (anchor.front.length for slot in self._slots for anchor in slot.anchors))
+
+    @cached_property
+    def bare_fronts(self) -> dict[int, bytes]:
+        """The same without reasoning."""
+        return digests(self.outline.bare, (anchor.bare.length for slot in self._slots for anchor in slot.anchors))
+
+    @cached_property
+    def specials(self) -> list[int]:
+        """The indices of its special tokens, and its length."""
+        special, ids = self.special, self.prompt.ids
+        return [*(i for i, id in enumerate(ids) if id in special), len(ids)]
+
+    @cached_property
+    def marks(self) -> list[int]:
+        """Where these are in its key."""
+        return [*(match.start() for match in re.finditer(b"\xff", self.prompt.key)), len(self.prompt.key)]
+
+    @cached_property
+    def _text(self) -> bytes:
+        return self.prompt.text.encode()
+
+    def behind(self, end: int) -> tuple[list[int], int, int] | None:
+        """The tokens behind its first `end` key bytes: some, and where its own follow, among them and in its key.
+
+        None if that is nothing or inside a character. Special tokens cut a text for the tokenizer, so that the
+        prompt's own tokens follow from the next one on.
+        """
+        if end >= len(self.prompt.key):
+            return None
+        nth = bisect_left(self.marks, end)
+        start, mark = self.specials[nth], self.marks[nth]
+        if mark == end:
+            return [], start, mark
+        # Each of the special tokens before has one byte in the key that the text has not.
         try:
-            start = len(self.text[:offset].decode())
+            at = len(self._text[: end - nth].decode())
+            text = self.prompt.text[at : at + len(self._text[end - nth : mark - nth].decode())]
         except UnicodeDecodeError:
             return None
-        rest = prompt.text[start:]
-        return rest if len(rest) else None
+        return self._encode(text), start, mark
 
 
-def _candidates(view: _View, slot: Slot, tokenizer: Tokenizer, encode: Encode) -> list[Plan]:
+def _ways(view: _View, slot: Slot, fits: Callable[[_Way], bool]) -> Iterator[_Way]:
+    """The ways to continue a slot that may be the best: with the prompt's tokens, with an answer, with its text."""
     prompt, tokens = view.prompt, slot.session.tokens
     shared = common_prefix(tokens, prompt.ids)
-    found = [_candidate(slot, prompt.ids, "memory-token")]
+    yield _measured(view, _Way(slot, 0, (), 0, 0, "memory-token", len(prompt.ids)), shared)
     if shared == len(tokens):
-        return found
-    anchored = _anchored(view, slot, shared)
-    if anchored is not None:
-        anchor, turn, end, detail = anchored
-        rest = view.rest(end)
-        if rest is not None:
-            candidate = _candidate(slot, [*tokens[: anchor.tokens], *anchor.extra, *encode(rest)], detail)
-            found.append(replace(candidate, sampled=turn in view.outline.turns[-2:]))
-    key = slot.key()
-    start = len(tokenizer.key_bytes(tokens[:shared]))
-    same = common_bytes(key, prompt.key)
-    if same > start:
-        kept, length = _token_boundary(tokens, shared, start, same, tokenizer)
-        rest = view.rest(length) if kept > shared else None
-        if rest is not None:
-            found.append(_candidate(slot, [*tokens[:kept], *encode(rest)], "memory-text"))
-    return found
+        return
+    for anchor, turn, end, detail in _anchored(view, slot, shared):
+        way = _way(view, slot, anchor.tokens, anchor.extra, end, detail)
+        if way is not None and fits(way):
+            yield replace(_measured(view, way), sampled=turn in view.outline.turns[-2:])
+            if anchor.tokens == len(tokens):
+                return
+            break
+    key = view.key(slot)
+    head, end = _token_boundary(key, common_bytes(key.data, prompt.key), shared, slot, view.special)
+    if head > shared:
+        way = _way(view, slot, head, (), end, "memory-text")
+        if way is not None and fits(way):
+            yield _measured(view, way)
 
 
-def _anchored(view: _View, slot: Slot, shared: int) -> tuple[Anchor, OpenedTurn, int, str] | None:
-    """The furthest answer of a slot that a prompt shows: its turn, where that ends, and how it is recognised."""
-    # A prompt that was cancelled half way leaves anchors beyond what is evaluated.
-    tokens = slot.session.tokens
-    anchors = [anchor for anchor in slot.anchors if shared < anchor.tokens <= len(tokens)]
-    if not anchors:
+def _way(view: _View, slot: Slot, head: int, extra: tuple[int, ...], end: int, detail: str) -> _Way | None:
+    """The first `head` tokens of a slot, and `extra`, stand for the first `end` key bytes. None: nothing follows."""
+    behind = view.behind(end)
+    if behind is None:
         return None
-    key, turns = view.prompt.key, view.outline
-    exact = digests(key, (anchor.front.length for anchor in anchors))
-    bare = digests(turns.bare, (anchor.bare.length for anchor in anchors))
-    truth: Outline | None = None
+    text, start, mark = behind
+    between = (*extra, *text)
+    return _Way(slot, head, between, start, mark, detail, head + len(between) + len(view.prompt.ids) - start)
+
+
+def _measured(view: _View, way: _Way, kept: int | None = None) -> _Way:
+    """A way with what is kept of the slot, and reused."""
+    tokens = way.slot.session.tokens
+    if kept is None:
+        behind = [*way.between, *view.prompt.ids[way.start :]]
+        kept = way.head + common_prefix(tokens[way.head :], behind)
+    # A prompt that ends inside the state needs the logits of its last token, so that one is evaluated again.
+    reused = way.slot.reachable(kept if kept < way.size or kept == len(tokens) else kept - 1)
+    return replace(way, kept=kept, reused=reused)
+
+
+def _anchored(view: _View, slot: Slot, shared: int) -> Iterator[tuple[Anchor, OpenedTurn, int, str]]:
+    """The answers of a slot that a prompt shows, from the last one: its turn, where that ends, how it is recognised."""
+    # A prompt that was cancelled half way leaves anchors beyond what is evaluated.
+    anchors = [anchor for anchor in slot.anchors if shared < anchor.tokens <= len(slot.session.tokens)]
+    if not anchors:
+        return
+    turns = view.outline
+    reasoning: SharedReasoning | None = None
     for anchor in sorted(anchors, key=lambda anchor: anchor.tokens, reverse=True):
-        if exact.get(anchor.front.length) == anchor.front.digest:
+        if view.fronts.get(anchor.front.length) == anchor.front.digest:
             turn = turns.by_front.get(anchor.front.length)
-        elif bare.get(anchor.bare.length) == anchor.bare.digest:
+        elif view.bare_fronts.get(anchor.bare.length) == anchor.bare.digest:
             turn = turns.by_bare.get(anchor.bare.length)
-            truth = truth or outline(slot.key())
-            opened = tokens[: anchor.tokens].count(slot.session.engine.tokenizer.assistant)
-            if not same_reasoning(turns.turns[: anchor.opened - 1], truth.turns[: opened - 1]):
+            reasoning = reasoning or SharedReasoning(turns.turns, outline(view.key(slot).data).turns)
+            if not reasoning.holds(anchor.opened - 1, anchor.held - 1):
                 continue
         else:
             continue
@@ -179,12 +300,12 @@ def _anchored(view: _View, slot: Slot, shared: int) -> tuple[Anchor, OpenedTurn,
             continue
         reasoned = not turn.reasoning or digest(turn.reasoning) == anchor.reasoning
         if turn.message is not None and _same_answer(anchor, turn.message, reasoned):
-            return anchor, turn, turn.end, "calls" if anchor.calls else "visible"
+            yield anchor, turn, turn.end, "calls" if anchor.calls else "visible"
+            continue
         if anchor.shown is None or not reasoned or (turn.message is not None and turn.message.raw_dsml):
             continue
-        if anchor.shown.begins(key, turn.text):
-            return anchor, turn, turn.text + anchor.shown.length, "visible"
-    return None
+        if anchor.shown.begins(view.prompt.key, turn.text):
+            yield anchor, turn, turn.text + anchor.shown.length, "visible"
 
 
 def _same_answer(anchor: Anchor, message: Message, reasoned: bool) -> bool:
@@ -202,29 +323,23 @@ def _content(message: Message) -> bytes:
     return digest(message.text.strip().encode("utf-8", "replace"))
 
 
-def _candidate(slot: Slot, ids: list[int], detail: str) -> Plan:
-    kept = common_prefix(slot.session.tokens, ids)
-    # A prompt that ends inside the state needs the logits of its last token, so that one is evaluated again.
-    reused = slot.reachable(kept if kept < len(ids) or kept == len(slot.session.tokens) else kept - 1)
-    return Plan(slot, ids, kept, reused, detail)
-
-
-def _token_boundary(tokens: list[int], shared: int, start: int, same: int, tokenizer: Tokenizer) -> tuple[int, int]:
+def _token_boundary(key: TokenKey, same: int, shared: int, slot: Slot, special: frozenset[int]) -> tuple[int, int]:
     """(tokens, their key bytes): as far as text agrees, but not ending inside words: at the end, or at a special token.
 
-    tokens[:shared] have `start` key bytes; the first `same` key bytes agree.
+    The first `same` key bytes of a slot agree, and those of its first `shared` tokens; it is these if there is no more.
     """
-    special = frozenset(tokenizer.special.values())
-    best, at = (shared, start), start
-    for i in range(shared, len(tokens)):
-        if tokens[i] in special and at <= same:
-            best = i, at
-        at += len(tokenizer.key_bytes([tokens[i]]))
-        if at > same:
-            return best
-        if tokens[i] in special:
-            best = i + 1, at
-    return len(tokens), at
+    tokens, data, start = slot.session.tokens, key.data, key.length(shared)
+    if same == len(data) and not data.endswith(b"\xff"):
+        return len(tokens), same
+    at = data.rfind(b"\xff", start, same + 1)
+    while at >= 0:
+        i, first = key.token_at(at)
+        # The model may write such a byte.
+        if first == at and tokens[i] in special:
+            end = key.length(i + 1)
+            return (i + 1, end) if end <= same else (i, at)
+        at = data.rfind(b"\xff", start, at)
+    return shared, start
 
 
 def common_bytes(a: bytes, b: bytes) -> int:
@@ -244,7 +359,7 @@ def common_bytes(a: bytes, b: bytes) -> int:
 
 def _miss(wanted: bytes, ids: list[int], slot: Slot) -> str:
     """Where a prompt of these key bytes and tokens left a state: the byte, the token, and the text around it."""
-    key, tokens = slot.key(), slot.session.tokens
+    key, tokens = slot.key().data, slot.session.tokens
     at = common_bytes(key, wanted)
     if at == len(key):
         return ""
@@ -272,6 +387,8 @@ def bind_reply(
     empty markers where tools are offered. Calls that were not written to their end are known by their ids only.
     """
     session = slot.session
+    # Here nobody waits for it, and a plan finds most of it done.
+    slot.key()
     if session.pending is None or prompt.ids[-1] not in (tokenizer.think, tokenizer.end_think):
         return
     front = prompt.key[: len(prompt.key) - len(tokenizer.key_bytes(prompt.ids[-1:]))]
@@ -293,6 +410,7 @@ def bind_reply(
             bare=Prefix.of(turns.bare),
             ids=turns.turns[-1].ids,
             opened=len(turns.turns),
+            held=session.tokens.count(tokenizer.assistant),
             reasoning=digest(message.reasoning.strip().encode("utf-8", "replace")),
             shown=shown,
             content=_content(message),

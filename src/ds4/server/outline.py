@@ -81,16 +81,33 @@ def outline(key: bytes, messages: Sequence[Message] = ()) -> Outline:
     )
 
 
-def same_reasoning(shown: Sequence[OpenedTurn], true: Sequence[OpenedTurn]) -> bool:
-    """Whether turns leave their reasoning out, or have the true one.
+class SharedReasoning:
+    """Whether turns leave their reasoning out, or have the true one: for all beginnings of two lists of turns.
 
     There may be more true turns than shown ones: a client does not see that a call was written twice. Which turn is
     which is not known then, but they have one order.
     """
-    if len(shown) == len(true):
-        return all(not a.reasoning or a.reasoning == b.reasoning for a, b in zip(shown, true, strict=True))
-    reasoning = iter([turn.reasoning for turn in true])
-    return all(turn.reasoning in reasoning for turn in shown if turn.reasoning)
+
+    def __init__(self, shown: Sequence[OpenedTurn], true: Sequence[OpenedTurn]) -> None:
+        pairs = enumerate(zip(shown, true, strict=False))
+        self._alike = next(
+            (i for i, (a, b) in pairs if a.reasoning and a.reasoning != b.reasoning), min(len(shown), len(true))
+        )
+        # How many true turns the first shown ones need at least; none are enough where the list ends.
+        self._needed = [0]
+        at = 0
+        for turn in shown:
+            if turn.reasoning:
+                at = next((i for i in range(at, len(true)) if true[i].reasoning == turn.reasoning), len(true)) + 1
+                if at > len(true):
+                    break
+            self._needed.append(at)
+
+    def holds(self, shown: int, true: int) -> bool:
+        """Whether it is so for the first `shown` and the first `true` turns."""
+        if shown == true:
+            return shown <= self._alike
+        return shown < len(self._needed) and self._needed[shown] <= true
 
 
 def _assign(turns: list[OpenedTurn], key: bytes, messages: Sequence[Message]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds4.chat.message import ToolCall
 from ds4.engine import Engine, Session
+from ds4.engine.session import common_prefix
+from ds4.tokenizer import Tokenizer
+
+_BLOCK = 64
+"""Tokens between two places in key bytes that are known."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Anchor:
         bare: the same without the reasoning of earlier turns.
         ids: the ids of the calls in it, as a hash of them.
         opened: turns that are opened in it.
+        held: turns that are opened in the session up to the answer; more, if the model was asked again.
         reasoning: the answer's reasoning, as a hash of it.
         shown: the key bytes from `</think>` to the end of sentence that a client's view of the answer has; None if
             only its calls say what was sampled.
@@ -54,6 +61,7 @@ class Anchor:
     bare: Prefix
     ids: bytes
     opened: int
+    held: int
     reasoning: bytes
     shown: Prefix | None
     content: bytes
@@ -78,6 +86,54 @@ def digests(key: bytes, lengths: Iterable[int]) -> dict[int, bytes]:
     return found
 
 
+class TokenKey:
+    """The key bytes of tokens that grow and are cut, and which token stands where in them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._data = bytearray()
+        self._marks = [0]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Be the key of these tokens; what was known of their beginning stays."""
+        known, size = self._tokens, common_prefix(self._tokens, tokens)
+        if size < len(known):
+            size -= size % _BLOCK
+            del known[size:], self._marks[size // _BLOCK + 1 :]
+            del self._data[self._marks[-1] :]
+        while len(known) < len(tokens):
+            block = tokens[len(known) : len(known) - len(known) % _BLOCK + _BLOCK]
+            known += block
+            self._data += self._tokenizer.key_bytes(block)
+            if len(known) % _BLOCK == 0:
+                self._marks.append(len(self._data))
+
+    @property
+    def data(self) -> bytes:
+        """All of it."""
+        return bytes(self._data)
+
+    def length(self, tokens: int) -> int:
+        """How many key bytes the first tokens have."""
+        start = tokens - tokens % _BLOCK
+        return self._marks[start // _BLOCK] + len(self._tokenizer.key_bytes(self._tokens[start:tokens]))
+
+    def token_at(self, offset: int) -> tuple[int, int]:
+        """The index of the token that a key byte belongs to, and the offset of its first one."""
+        block = bisect_right(self._marks, offset) - 1
+        i, at = block * _BLOCK, self._marks[block]
+        while (end := at + len(self._tokenizer.key_bytes(self._tokens[i : i + 1]))) <= offset:
+            i, at = i + 1, end
+        return i, at
+
+    def copy(self) -> TokenKey:
+        """An equal one."""
+        other = TokenKey(self._tokenizer)
+        other._tokens, other._data, other._marks = self._tokens.copy(), self._data.copy(), self._marks.copy()
+        return other
+
+
 class Slot:
     """One live conversation.
 
@@ -92,18 +148,12 @@ class Slot:
         self.busy = False
         self.used = 0
         self.anchors: list[Anchor] = []
-        self._key = bytearray()
-        self._key_tokens = 0
+        self._key = TokenKey(session.engine.tokenizer)
 
-    def key(self) -> bytes:
-        """Key bytes of the evaluated tokens."""
-        tokens = self.session.tokens
-        if len(tokens) < self._key_tokens:
-            self._key.clear()
-            self._key_tokens = 0
-        self._key += self.session.engine.tokenizer.key_bytes(tokens[self._key_tokens :])
-        self._key_tokens = len(tokens)
-        return bytes(self._key)
+    def key(self) -> TokenKey:
+        """The key of the evaluated tokens, as they are now."""
+        self._key.follow(self.session.tokens)
+        return self._key
 
     def reachable(self, length: int) -> int:
         """The longest state of at most `length` tokens that the session can have without evaluating anything."""
@@ -116,9 +166,6 @@ class Slot:
     def keep(self, tokens: int) -> None:
         """Forget what is known about the session behind its first `tokens` tokens: they are going to change."""
         self.anchors = [anchor for anchor in self.anchors if anchor.tokens <= tokens]
-        if tokens < self._key_tokens:
-            self._key.clear()
-            self._key_tokens = 0
 
     def bind(self, anchor: Anchor) -> None:
         """Let prompts continue at an anchor; it replaces the one that is reached by the same prompts."""
@@ -128,7 +175,7 @@ class Slot:
     def fork(self) -> Slot:
         """A slot with an equal session of its own."""
         other = Slot(self.session.fork())
-        other.anchors = list(self.anchors)
+        other.anchors, other._key = list(self.anchors), self._key.copy()
         return other
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai.types
 import pytest
-from server_harness import Running, line, scripted, tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from server_harness import Running, call_pieces, line, script_backend, scripted, tokenizer
 
+from ds4 import chat
 from ds4.chat.template import BOS
 from ds4.server.api.base import ApiContext
 from ds4.server.api.completions import parse
+from ds4.server.app import create_app
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError
 from ds4.server.prompting import PromptBuilder
 from ds4.server.request import ChatRequest
 from ds4.server.turns import TurnMemory
+from ds4.server.worker import Worker
 
 PATH = "/v1/completions"
 OPENED = "You are a helpful assistant<｜User｜>Say <think> loud<｜Assistant｜>"
@@ -216,3 +225,82 @@ def test_failures_are_in_the_shape_of_the_api() -> None:
         assert long.status_code == 400
         error = long.json()["error"]
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+# ---- any split ------------------------------------------------------------------------------------------------------
+
+BLOCK = "".join(call_pieces(("get_weather", [("city", "Zürich 😀", True)])))
+TEXTS = [
+    "Just thoughts",
+    "plan</think>Grüße 😀, 2 < 3 && x",
+    f"plan</think>Let me look.{BLOCK} more",
+    f"thinking{BLOCK}more</think>done",
+    f"</think>cut{BLOCK[:-30]}",
+    "<think>again</think>\n\n  spaced, \n\n</think>\n",
+    "",
+]
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    """The UTF-8 of a text as pieces of a script, cut also inside characters."""
+    data = text.encode()
+    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    pieces = []
+    for start, end in pairwise(places):
+        try:
+            pieces.append(data[start:end].decode())
+        except UnicodeDecodeError:
+            pieces.append("base64:" + base64.b64encode(data[start:end]).decode())
+    return pieces
+
+
+def answers(pieces: list[str], body: dict[str, Any], raw: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The same generation, as a body and as chunks."""
+    config = ServerConfig(ctx=4096, raw_completions=raw)
+    worker = Worker(script_backend({"pieces": pieces}, config=config), config)
+    worker.start()
+
+    async def post() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        transport = httpx.ASGITransport(create_app(worker, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            whole = await client.post(PATH, json=body)
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            stream = await client.post(PATH, json={**body, **options})
+            return whole.json(), chunks_of(stream.text)
+
+    try:
+        return asyncio.run(post())
+    finally:
+        assert worker.stop(10)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(TEXTS),
+    st.lists(st.integers(0, 10_000), max_size=60),
+    st.booleans(),
+    st.sampled_from([None, ["o"], ["look.", "😀, 2"], ["</think>", "tool_calls"], ["absent"]]),
+    st.none() | st.integers(0, 30),
+)
+@example(TEXTS[1], list(range(400)), False, None, None)
+@example(TEXTS[2], list(range(400)), True, ["ook.", "look"], None)
+@example(TEXTS[4], list(range(400)), False, None, None)
+def test_any_split_gives_the_same_text_streamed_and_not(
+    text: str, cuts: list[int], raw: bool, stop: list[str] | None, limit: int | None
+) -> None:
+    body = {"prompt": "x", "stop": stop, "max_tokens": limit}
+    pieces = split(text, cuts)
+    whole, chunks = answers(pieces, body, raw)
+    *parts, end, counts = chunks
+    (choice,) = whole["choices"]
+    assert "".join(part["choices"][0]["text"] for part in parts) == choice["text"]
+    assert end["choices"][0]["finish_reason"] == choice["finish_reason"]
+    for name in ("prompt_tokens", "completion_tokens", "completion_tokens_details"):
+        assert counts["usage"][name] == whole["usage"][name]
+    if limit is not None and limit <= len(pieces):
+        # How much of the text so many tokens are depends on where they end.
+        return
+    expected = text if raw else chat.parse(text, True, None, recovered=False).text
+    found = [at for at in (expected.find(one) for one in stop or ()) if at >= 0]
+    assert choice["text"] == expected[: min(found, default=len(expected))]
+    assert choice["finish_reason"] == "stop"

@@ -14,9 +14,10 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_bodies import CALL, HI, WEATHER, assistant, result, text, user
+from messages_bodies import CALL, HI, WEATHER, assistant, request, result, text, user
 from pydantic import TypeAdapter
 from server_harness import Running, call_pieces, line, script_backend, scripted
+from worker_harness import Gate
 
 from ds4 import chat
 from ds4.server.app import create_app
@@ -217,19 +218,6 @@ def test_a_malformed_call_is_an_error_event_in_a_stream_and_text_otherwise() -> 
         assert answer.json()["error"]["type"] == "api_error"
 
 
-class Gate:
-    """A scripted model's clock: every wait lasts until it is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def __call__(self, seconds: float) -> bool:
-        self.reached.set()
-        self.opened.wait(30)
-        return False
-
-
 def test_a_stream_that_waits_has_pings_and_starts_when_its_tokens_are_known() -> None:
     gate = Gate()
     script = [line("one", step_ms=1), line("two")]
@@ -312,6 +300,30 @@ def test_counting_needs_no_turn_of_the_model() -> None:
         answer = server.post(body, "/v1/messages?beta=true").json()
     assert counts == [{"input_tokens": answer["usage"]["input_tokens"]}] * 3
     assert answer["content"] == [text("first")]
+
+
+def test_counts_are_what_the_usage_will_say_hidden_reasoning_included() -> None:
+    with scripted(line("let me think", " hard", "</think>", "first"), line("</think>", "second")) as server:
+        body: dict[str, Any] = {"messages": [HI], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        assert server.post(body, "/v1/messages").json()["content"][-1] == text("first")
+        body["messages"] += [assistant(text("first")), user(text("And then?"))]
+        counted = server.post(body, "/v1/messages/count_tokens").json()["input_tokens"]
+        usage = server.post(body, "/v1/messages").json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert counted > server.worker.prompts.count(request(body))
+
+
+def test_counting_does_not_wait_for_a_long_step() -> None:
+    gate = Gate()
+    with scripted(line("</think>", "x", step_ms=1), wait=gate, first_byte_seconds=0.0) as server:
+        answering = threading.Thread(target=server.post, args=({"messages": [HI]}, "/v1/messages"))
+        answering.start()
+        assert gate.reached.wait(30)
+        counted = server.post({"messages": [HI]}, "/v1/messages/count_tokens").json()["input_tokens"]
+        assert counted == server.worker.prompts.count(request({"messages": [HI]}))
+        gate.opened.set()
+        answering.join(30)
+        assert server.worker.wait_idle(30)
 
 
 # ---- any split ------------------------------------------------------------------------------------------------------
