@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +95,22 @@ def test_streamed_and_whole_answers_are_the_same(tiny: Running, question: str) -
     assert reasoning == (getattr(whole.message, "reasoning_content", None) or "")
     assert (name, arguments) == ("".join(c.function.name for c in calls), "".join(c.function.arguments for c in calls))
     assert finish == whole.finish_reason
+
+
+def test_the_example_of_live_continuation(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = Path(__file__).parents[2] / "examples" / "continue_live.py"
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr("sys.argv", [str(example), tiny.url])
+    runpy.run_path(str(example), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert "42" in lines[0]
+    assert "16" in lines[2]
+    assert any("get_weather" in text and "Paris" in text for text in lines)
+    counts = [[int(word) for word in text.split() if word.isdigit()] for text in lines if "reused" in text]
+    assert [len(count) for count in counts] == [2] * 4
+    for (before, _), (total, reused) in (counts[:2], counts[2:]):
+        assert before < reused <= total
