@@ -12,8 +12,8 @@ from ds4.chat.message import Message, ToolCall, read_message
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
-from ds4.server.api.chat_types import ChatCompletionRequest, ThinkingOption
-from ds4.server.api.common import check_effort, malformed, refuse, sampling_of, stops_of, thinking_of, validate
+from ds4.server.api.chat_types import ChatCompletionRequest
+from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, stops_of, validate
 from ds4.server.bodies import frame
 from ds4.server.errors import ApiError
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
@@ -29,8 +29,6 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     body = validate(ChatCompletionRequest, value)
     _check_supported(body)
     tools = _tools(body)
-    thinking = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
-    default = True if config.think_default is None else config.think_default
     effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = ChatRequest(
@@ -39,11 +37,9 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         tools=tools,
         calls_allowed=body.tool_choice != "none",
         parallel_calls=body.parallel_tool_calls is not False,
-        thinking=thinking_of(thinking, body.think, effort, body.model, default),
+        thinking=openai_thinking(body, effort, config),
         effort=effort,
-        sampling=sampling_of(
-            {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")}
-        ),
+        sampling=openai_sampling(body),
         max_tokens=limit,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from ds4.chat.effort import resolve
 from ds4.engine.sampling import Sampling
 from ds4.errors import Ds4Error, RequestError
+from ds4.server.api.chat_types import OpenAIRequest, ThinkingOption
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError
 from ds4.server.request import Done, Failed
@@ -78,6 +79,13 @@ def thinking_of(
     return {"deepseek-chat": False, "deepseek-reasoner": True}.get(model or "", default)
 
 
+def openai_thinking(body: OpenAIRequest, effort: str | None, config: ServerConfig) -> bool:
+    """Whether a request of OpenAI's APIs thinks; they do by default."""
+    asked = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
+    default = True if config.think_default is None else config.think_default
+    return thinking_of(asked, body.think, effort, body.model, default)
+
+
 def check_effort(effort: str | None, config: ServerConfig, field: str) -> str | None:
     """The effort if its name is known. Raises ApiError 400."""
     try:
@@ -98,6 +106,11 @@ def sampling_of(values: Mapping[str, float | int | None]) -> Sampling:
         except Ds4Error as error:
             raise ApiError(400, str(error), param=name) from None
     return Sampling(**given)  # type: ignore[arg-type]
+
+
+def openai_sampling(body: OpenAIRequest) -> Sampling:
+    """The sampling of a request of OpenAI's APIs. Raises ApiError 400 that names the field."""
+    return sampling_of({name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")})
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

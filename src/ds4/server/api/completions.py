@@ -10,8 +10,7 @@ from ds4.chat.events import TextDelta
 from ds4.chat.message import Message
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat import usage_object
-from ds4.server.api.chat_types import ThinkingOption
-from ds4.server.api.common import check_effort, refuse, sampling_of, stops_of, thinking_of, validate
+from ds4.server.api.common import check_effort, openai_sampling, openai_thinking, refuse, stops_of, validate
 from ds4.server.api.completions_types import CompletionRequest
 from ds4.server.bodies import frame
 from ds4.server.errors import ApiError
@@ -29,18 +28,14 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     _check_supported(body)
     prompt = _prompt(body.prompt)
     raw = config.raw_completions
-    thinking = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
-    default = True if config.think_default is None else config.think_default
     effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
     request = ChatRequest(
         model=body.model or context.model,
         messages=() if raw else (Message(role="system", content=_SYSTEM), Message(role="user", content=prompt)),
         # A raw prompt has no turns that could begin with reasoning.
-        thinking=not raw and thinking_of(thinking, body.think, effort, body.model, default),
+        thinking=not raw and openai_thinking(body, effort, config),
         effort=effort,
-        sampling=sampling_of(
-            {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")}
-        ),
+        sampling=openai_sampling(body),
         max_tokens=body.max_tokens,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from ds4.server.api.chat_types import Count
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+from ds4.server.api.chat_types import Body, Count
 
 
-class ThinkingConfig(_Body):
+class ThinkingConfig(Body):
     """Thinking: `enabled` or `adaptive`, and `disabled`; other kinds leave the default. With `display` `omitted` the
     thinking is not shown."""
 
@@ -21,21 +17,21 @@ class ThinkingConfig(_Body):
     display: str | None = None
 
 
-class OutputConfig(_Body):
+class OutputConfig(Body):
     """How hard to think, and the format of the answer."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
-class ToolChoice(_Body):
+class ToolChoice(Body):
     """Whether tools may be called, and whether several at once."""
 
     type: str
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesRequest(_Body):
+class MessagesRequest(Body):
     """Anthropic's request. Unknown fields are ignored."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)

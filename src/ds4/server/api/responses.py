@@ -11,8 +11,7 @@ from ds4.chat.message import Message
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
-from ds4.server.api.chat_types import ThinkingOption
-from ds4.server.api.common import check_effort, malformed, refuse, sampling_of, thinking_of, validate
+from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, validate
 from ds4.server.api.responses_input import found_tools, read_input
 from ds4.server.api.responses_output import OutputWriter, WireEvent, new_id
 from ds4.server.api.responses_types import ReasoningOption, ResponsesRequest
@@ -41,19 +40,15 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     tools = _with_found(_tools(body.tools, "tools"), given.tools, messages[: len(messages) - len(given.messages)])
     reasoning = body.reasoning or ReasoningOption()
     effort = check_effort(reasoning.effort, config, "reasoning.effort")
-    thinking = body.thinking.type if isinstance(body.thinking, ThinkingOption) else body.thinking
-    default = True if config.think_default is None else config.think_default
     request = ChatRequest(
         model=body.model or context.model,
         messages=messages,
         tools=tools,
         calls_allowed=body.tool_choice != "none",
         parallel_calls=body.parallel_tool_calls is not False,
-        thinking=thinking_of(thinking, body.think, effort, body.model, default),
+        thinking=openai_thinking(body, effort, config),
         effort=effort,
-        sampling=sampling_of(
-            {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")}
-        ),
+        sampling=openai_sampling(body),
         max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
         streamed=bool(body.stream),
         response_id=new_id("resp_"),

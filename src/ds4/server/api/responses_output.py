@@ -9,6 +9,7 @@ import json
 import math
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-class _Item:
+class _Item(ABC):
     """An output item while it grows."""
 
     prefix = ""
@@ -41,9 +42,9 @@ class _Item:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    @abstractmethod
     def value(self) -> dict[str, Any]:
         """The item as it is now."""
-        raise NotImplementedError
 
     def event(self, kind: str, **fields: Any) -> WireEvent:
         return f"response.{kind}", {"item_id": self.id, "output_index": self.index, **fields}
