@@ -287,7 +287,7 @@ def test_errors_are_those_the_client_knows() -> None:
         long = [{"role": "user", "content": "word " * 300}]
         large = [{"role": "user", "content": "x" * 60_000}]
         for ask in (create, stream):
-            fails(*bad, "tool_choice", ask, tools=[WEATHER], tool_choice={"type": "any"})
+            fails(*bad, "tool_choice", ask, tools=[WEATHER], tool_choice={"type": "tool", "name": "x"})
             fails(*bad, "prompt is too long: ", ask, messages=long)
             fails(anthropic.APIStatusError, "request_too_large", "larger than", ask, messages=large)
         source = {"type": "base64", "media_type": "image/png", "data": "eA=="}

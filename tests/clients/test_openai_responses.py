@@ -334,7 +334,7 @@ def test_what_is_not_supported_is_refused_with_its_name() -> None:
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
     ]
     with scripted(line("</think>", "hi")) as server:
         for body, param in cases:

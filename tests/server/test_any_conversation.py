@@ -273,7 +273,7 @@ class Writer:
     def __init__(self, tokens: list[int | None], unsaid: frozenset[int], log: list[int]) -> None:
         self.tokens, self.unsaid, self.log = tokens, unsaid, log
 
-    def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int]) -> int:
+    def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int], constraint: Any = None) -> int:
         """The next of them."""
         token = self.tokens.pop(0)
         self.log.append(best(logits, self.unsaid) if token is None else token)

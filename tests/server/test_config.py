@@ -47,7 +47,6 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--kv-disk-dir", "x"], "--kv-disk-dir is not built yet in this version"),
         (["--mtp=draft.gguf"], "--mtp is not built yet"),
         (["--cuda"], "--cuda is not built yet"),
-        (["--strict-tools"], "--strict-tools is not built yet"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key", "good", "--api-key", "hush hush"], "the API key has a space or a character that is not ASCII"),
         (["--api-key", "hushé"], "the API key has a space"),

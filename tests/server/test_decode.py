@@ -15,6 +15,7 @@ from ds4.engine import Sampling
 from ds4.server.api.base import ApiContext
 from ds4.server.api.chat import parse
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import Constraint
 from ds4.server.decode import MAX_EOS_MASKED, Generation, SamplingChooser
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace
@@ -60,7 +61,9 @@ class Wishing:
         self.refused = 0
         self.skipped: list[int] = []
 
-    def choose(self, logits: torch.Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
+    def choose(
+        self, logits: torch.Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
+    ) -> int:
         if self.first:
             return self.first.pop(0)
         if self.wish in forbidden:

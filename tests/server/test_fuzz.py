@@ -45,7 +45,11 @@ MESSAGE = st.fixed_dictionaries(
 LIKELY: dict[str, Any] = {
     "messages": st.lists(MESSAGE, min_size=1, max_size=4),
     "tools": st.just([WEATHER]),
-    "tool_choice": st.sampled_from(["none", "auto"]),
+    "tool_choice": st.sampled_from(["none", "auto", "required"]),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+        optional={"json_schema": st.fixed_dictionaries({"schema": JSON})},
+    ),
     "stop": st.lists(TEXT, max_size=3),
     "stream": st.booleans(),
     "model": TEXT,

@@ -18,6 +18,8 @@ from ds4.server.api.models import model_ids, model_list, model_object
 from ds4.server.api.registry import APIS
 from ds4.server.bodies import ClientGoneError, JsonResponse, parse_json, read_body
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import SchemaError
+from ds4.server.constraints.grammar import OF_CONTENT
 from ds4.server.docs_page import HEADERS, page
 from ds4.server.edges import Edges, error_body
 from ds4.server.errors import ApiError, from_request_error
@@ -97,7 +99,7 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
             exchange = Exchange(request, worker, ask.request, prompt)
         except RequestError as error:
-            raise from_request_error(error, messages=api.conversation) from None
+            raise _wire_error(error, api) from None
         writer = ask.answer(exchange.job.number)
         try:
             if ask.stream:
@@ -117,6 +119,14 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
     return answer
 
 
+def _wire_error(error: RequestError, api: Api) -> ApiError:
+    """What a client is told of an error in its prompt, or in a schema that its answer should follow."""
+    if isinstance(error, SchemaError):
+        field = api.format if str(error).startswith(OF_CONTENT) else "tools"
+        return ApiError(400, f"{field}: {error}", param=field)
+    return from_request_error(error, messages=api.conversation)
+
+
 def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Request], Awaitable[Response]]:
     """What counts the tokens of one API's requests as their answers would; nothing is evaluated for it."""
 
@@ -125,7 +135,7 @@ def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Req
         try:
             tokens = await count_tokens(ask)
         except RequestError as error:
-            raise from_request_error(error, messages=api.conversation) from None
+            raise _wire_error(error, api) from None
         return JsonResponse({"input_tokens": tokens})
 
     async def count_tokens(ask: Ask) -> int:

@@ -27,7 +27,7 @@ NOT_BUILT = frozenset(
         "--kv-cache-cold-max-tokens", "--kv-cache-continued-interval-tokens", "--kv-cache-boundary-trim-tokens",
         "--kv-cache-boundary-align-tokens", "--kv-cache-reject-different-quant", "--batched-session",
         "--mixed-prefill-quantum", "--vision", "--role", "--layers", "--listen", "--coordinator", "--tensor-parallel",
-        "--transport", "--strict-tools",
+        "--transport",
     }
 )  # fmt: skip
 
@@ -74,6 +74,7 @@ class ServerConfig:
             given up; 0: no limit.
         safe_client_text: text of clients never becomes special tokens.
         think_recovery: a tool call begun inside reasoning closes the reasoning.
+        strict_tools: arguments of calls follow the tools' schemas, also of tools that do not ask for it.
         replay: repeat the sampled bytes of tool calls when a client sends them back.
         tool_memory_max_ids, tool_memory_bytes: limits of what `replay` remembers.
         keep_alive_seconds: longest silence on a stream.
@@ -106,6 +107,7 @@ class ServerConfig:
     step_timeout: float = 0.0
     safe_client_text: bool = True
     think_recovery: bool = True
+    strict_tools: bool = False
     replay: bool = True
     tool_memory_max_ids: int = 100_000
     tool_memory_bytes: int = 512 << 20
@@ -222,6 +224,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--raw-completions", action="store_true", help="/v1/completions continues prompts as they stand, not as a chat"
     )
     chat.add_argument("--no-think-recovery", action="store_true", help="leave a tool call inside reasoning alone")
+    chat.add_argument(
+        "--strict-tools",
+        action="store_true",
+        help="arguments of calls follow the schemas of all tools, not only of strict ones",
+    )
     chat.add_argument("--disable-exact-dsml-tool-replay", action="store_true", help="always write calls anew")
     chat.add_argument("--tool-memory-max-ids", type=int, metavar="N", help="tool calls remembered for replay (100000)")
 

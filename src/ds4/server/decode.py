@@ -14,6 +14,7 @@ from ds4.chat.events import Event, Finish
 from ds4.chat.message import Message
 from ds4.chat.stream import StreamParser
 from ds4.engine import Sampler, Sampling, Session
+from ds4.server.constraints import Constraint
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace, printable
@@ -26,8 +27,10 @@ MAX_EOS_MASKED = 64
 class Chooser(Protocol):
     """Chooses the tokens of one answer."""
 
-    def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
-        """The next token; `greedy`: the most probable one."""
+    def choose(
+        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
+    ) -> int:
+        """The next token; `greedy`: the most probable one. It obeys the constraint, which is left where it is."""
         ...
 
     def take_skipped(self) -> list[int]:
@@ -50,14 +53,18 @@ class SamplingChooser:
         self._masks: dict[frozenset[int], Tensor] = {}
         self._skipped: list[int] = []
 
-    def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
-        """See `Chooser`."""
-        if not forbidden:
+    def choose(
+        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
+    ) -> int:
+        """See `Chooser`. Raises RequestError if the constraint leads nowhere."""
+        mask = None if constraint is None else constraint.mask(forbidden)
+        if not forbidden and mask is None:
             return self._sampler.sample(logits, greedy)
         best = int(logits.argmax())
         if best in forbidden:
             self._skipped.append(best)
-        return self._sampler.sample(logits, greedy, self._allowed(logits.shape[0], forbidden))
+        allowed = self._allowed(logits.shape[0], forbidden) if mask is None else mask
+        return self._sampler.sample(logits, greedy, allowed)
 
     def take_skipped(self) -> list[int]:
         """See `Chooser`; only the most probable token counts."""
@@ -123,8 +130,12 @@ class Generation:
         think_recovery: bool,
         trace: Trace,
         first: Earlier | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
-        """`opened`: the prompt's last token. `limit`: most tokens. `first`: the attempt that this one continues."""
+        """`opened`: the prompt's last token. `limit`: most tokens. `first`: the attempt that this one continues.
+
+        `constraint`: one by the rules of this answer.
+        """
         self.number, self.request, self.session = number, request, session
         self.fresh: list[int] = []
         self.completion = first.completion if first else 0
@@ -136,6 +147,7 @@ class Generation:
         self._profile = profile
         self._recovery = think_recovery and request.tools_active
         self._thinking = opened == tokenizer.think
+        self._constraint = constraint.again(self._thinking) if constraint else None
         self._tools = request.tools if request.tools_active else None
         self._first = first
         self._may_retry = first is None and self._tools is not None
@@ -208,13 +220,16 @@ class Generation:
     def _choose(self) -> int:
         greedy = self._state.greedy
         forbidden = self._forbidden()
-        token = self._chooser.choose(self.session.logits, greedy, forbidden)
+        token = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint)
+        allowed = token not in forbidden
+        if self._constraint is not None:
+            allowed = self._constraint.advance(token) and allowed
         skipped = self._chooser.take_skipped()
         self._masked += self._tokenizer.eos in skipped
         if self._trace.active:
             for passed_over in skipped:
                 self._trace_piece(passed_over, greedy, allowed=False)
-            self._trace_piece(token, greedy, allowed=token not in forbidden)
+            self._trace_piece(token, greedy, allowed=allowed)
         return token
 
     def _take(self, token: int) -> list[Event]:
@@ -244,6 +259,8 @@ class Generation:
         self.fresh += tokens
         self._text.append(END_THINK_INJECTION.encode())
         self._state.inject()
+        if self._constraint is not None:
+            self._constraint.injected(tokens)
         self._trace.write(self.number, "inject", text=END_THINK_INJECTION)
         return self._parser.inject()
 

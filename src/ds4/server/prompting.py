@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ds4.chat.effort import resolve
 from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.chat.template import ASSISTANT, BOS, END_THINK, THINK, render
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import ANY_OBJECT, Grammars
 from ds4.server.encoding import Encoder
 from ds4.server.replay import ReplayMemory
 from ds4.server.request import ChatRequest, Prompt
@@ -19,8 +21,17 @@ from ds4.tokenizer import Tokenizer
 class PromptBuilder:
     """Renders and tokenises requests. Thread-safe: handlers use it while the worker runs."""
 
-    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, context: int, replay: ReplayMemory | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        context: int,
+        replay: ReplayMemory | None,
+        vocab: int | None = None,
+    ) -> None:
+        """`vocab`: number of logits, if that is more than the tokenizer has ids."""
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, vocab)
         self._config = config
         self._context = context
         self._replay = replay
@@ -31,12 +42,17 @@ class PromptBuilder:
         return self._encoder.encode(self._trusted(text))
 
     def build(self, request: ChatRequest) -> Prompt:
-        """The prompt of a request. Raises RequestError, and ContextOverflowError if it does not fit."""
+        """The prompt of a request, and what its answer has to follow.
+
+        Raises RequestError: ContextOverflowError if it does not fit, SchemaError for a schema that cannot be enforced.
+        """
         replayed: Counter[str] = Counter()
         messages = self._messages(request, replayed)
         text = self._render(request, messages)
         ids = self._encoder.encode_prompt(self._trusted(text))
-        return Prompt(text, ids, self._tokenizer.key_bytes(ids), messages, replayed)
+        thinking = ids[-1:] == [self._tokenizer.think]
+        constraint = self._grammars.constraint(request.rules(self._config.template), thinking)
+        return Prompt(text, ids, self._tokenizer.key_bytes(ids), messages, replayed, constraint)
 
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of the prompt, whether it fits or not. Raises RequestError."""
@@ -65,11 +81,18 @@ class PromptBuilder:
             effort,
             self._config.template,
             effort_profile=self._config.effort_profile,
+            response_format=_shown_schema(request),
         )
         if _turn_is_open(text) or (messages and messages[-1].open_end):
             return text
         # Nobody spoke after the model, or nobody at all. It would go on behind its end of sentence.
         return text + ASSISTANT + (THINK if request.thinking else END_THINK)
+
+
+def _shown_schema(request: ChatRequest) -> Mapping[str, Any] | None:
+    """The schema that the model is told; `any object` tells it nothing that the request does not say."""
+    schema = request.content_schema
+    return schema if isinstance(schema, Mapping) and schema is not ANY_OBJECT else None
 
 
 def _turn_is_open(text: Rendered) -> bool:

@@ -12,6 +12,7 @@ from ds4.chat.rendered import Rendered
 from ds4.chat.tools import ToolSchema
 from ds4.engine.sampling import Sampling
 from ds4.errors import RequestError
+from ds4.server.constraints import AnswerRules, Constraint, Schema
 
 
 class QueueFullError(RequestError):
@@ -32,6 +33,10 @@ class ChatRequest:
         tools: the offered tools.
         calls_allowed: whether the model may call them; False keeps the tools in the prompt.
         parallel_calls: False ends the answer after its first call.
+        forced: whether the answer has to be calls.
+        callable: names of the tools that may be called; None: all.
+        strict: names of the tools whose arguments have to follow their schemas.
+        content_schema: the JSON schema that the text has to follow; None: it is free.
         thinking: whether the answer begins inside reasoning.
         effort: a level for `chat.render`, or None.
         sampling: how tokens are drawn.
@@ -50,6 +55,10 @@ class ChatRequest:
     tools: tuple[ToolSchema, ...] = ()
     calls_allowed: bool = True
     parallel_calls: bool = True
+    forced: bool = False
+    callable: frozenset[str] | None = None
+    strict: frozenset[str] = frozenset()
+    content_schema: Schema | None = None
     thinking: bool = True
     effort: str | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
@@ -67,6 +76,18 @@ class ChatRequest:
         """Whether tool calls are looked for in the answer."""
         return bool(self.tools) and self.calls_allowed
 
+    def rules(self, profile: str) -> AnswerRules:
+        """What the answer has to be; `profile`: the chat template."""
+        return AnswerRules(
+            calls="none" if not self.tools_active else "required" if self.forced else "allowed",
+            tools=self.tools,
+            names=self.callable,
+            several=self.parallel_calls,
+            strict=self.strict,
+            content=self.content_schema,
+            profile=profile,
+        )
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -78,6 +99,7 @@ class Prompt:
         key: its key bytes (see `Tokenizer.key_bytes`).
         messages: what was rendered, with the sampled bytes of known calls; empty for a raw prompt.
         replay: how the assistant messages with calls were written (see `ReplayMemory.attach`): how many in each way.
+        constraint: what the answer has to follow, at its start, where it stays; None: nothing.
     """
 
     text: Rendered
@@ -85,6 +107,7 @@ class Prompt:
     key: bytes
     messages: tuple[Message, ...] = ()
     replay: Mapping[str, int] = field(default_factory=dict)
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

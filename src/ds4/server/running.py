@@ -7,12 +7,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 
+from ds4.chat.message import Message
+from ds4.engine import FREE_TRUNCATION
 from ds4.engine.session import Prefill
 from ds4.server.continuation import Plan
 from ds4.server.decode import Chooser, Generation
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest, Job, Prompt, Usage
 from ds4.server.slots import Slot
+from ds4.server.trace import Trace
+from ds4.tokenizer import Tokenizer
+
+_TURN_BOUNDARIES = 6
+"""Turns of a prompt, counted from its end, that get a way back."""
+
+_MIN_SYSTEM = 32
+"""Tokens of a system region that is worth a way back of its own."""
 
 
 @dataclass(eq=False)
@@ -84,3 +94,48 @@ class Running:
             completion=attempt.completion if attempt else 0,
             reasoning=attempt.reasoning if attempt else 0,
         )
+
+
+def boundaries(ids: list[int], reused: int, tokenizer: Tokenizer) -> list[int]:
+    """Where later prompts may leave this one.
+
+    That is behind the system region, at the think markers of the last turns, and before the last user turn. Behind
+    an answer of this server there is a way back already.
+    """
+    turns = [i + 1 for i, token in enumerate(ids) if token == tokenizer.assistant]
+    users = [i for i, token in enumerate(ids) if token == tokenizer.user] or [0]
+    first = users[:1] if users[0] >= _MIN_SYSTEM else []
+    last = users[-1:] if users[-1] > reused + FREE_TRUNCATION else []
+    return sorted({*first, *last, *turns[-_TURN_BOUNDARIES:]})
+
+
+def trace_prompt(trace: Trace, job: Job, chosen: Plan) -> None:
+    """Write what is evaluated for a request."""
+    if trace.active:
+        trace.write(
+            job.number,
+            "prompt",
+            text=str(job.prompt.text),
+            tokens=len(job.prompt.ids),
+            effective_tokens=len(chosen.ids),
+            reused=chosen.reused,
+            source=chosen.source,
+            detail=chosen.detail,
+            miss=chosen.miss,
+            replay=dict(job.prompt.replay),
+        )
+
+
+def trace_end(trace: Trace, number: int, reason: str, message: Message, usage: Usage) -> None:
+    """Write what an answer was."""
+    if not trace.active:
+        return
+    trace.write(
+        number,
+        "parse",
+        reasoning=message.reasoning,
+        content=message.text,
+        calls=[{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls],
+        problems=list(message.problems),
+    )
+    trace.write(number, "finish", reason=reason, usage=vars(usage))

@@ -22,6 +22,7 @@ from ds4.engine import FREE_TRUNCATION, Engine, EngineConfig, Sampling, Session
 from ds4.engine.engine import Wanted
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
+from ds4.server.constraints import Constraint
 from ds4.server.worker import Backend
 from ds4.tokenizer import Tokenizer
 
@@ -371,14 +372,17 @@ class ScriptedChooser:
         self._eos = eos
         self._again = again
 
-    def choose(self, logits: Tensor, greedy: bool, forbidden: frozenset[int]) -> int:
-        """The next token. One that is forbidden is passed over only if the line obeys."""
+    def choose(
+        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
+    ) -> int:
+        """The next token. One that may not come there is passed over only if the line obeys."""
         play = self._play
         play.decoding = True
         while play.at < len(play.tokens):
             token = play.tokens[play.at]
             play.at += 1
-            if not (play.line.obey and token in forbidden):
+            refused = token in forbidden or (constraint is not None and not constraint.allows(token))
+            if not (play.line.obey and refused):
                 return token
             play.skipped.append(token)
         return self._eos if play.line.then == "eos" else play.tokens[-1]

@@ -18,8 +18,9 @@ from math import inf
 
 from ds4.chat.events import CallBegin, Event
 from ds4.chat.message import Message
-from ds4.engine import FREE_TRUNCATION, Engine, Session
+from ds4.engine import Engine, Session
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import SchemaError
 from ds4.server.continuation import Plan, bind_reply, loses_reasoning, plan
 from ds4.server.decode import ChooserFactory, Ending, Generation, sampling_chooser
 from ds4.server.prompting import PromptBuilder
@@ -36,9 +37,8 @@ from ds4.server.request import (
     QueueFullError,
     Reply,
     ShuttingDownError,
-    Usage,
 )
-from ds4.server.running import Count, Running, TimedJob
+from ds4.server.running import Count, Running, TimedJob, boundaries, trace_end, trace_prompt
 from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
 from ds4.server.turns import Turn, TurnMemory
@@ -50,12 +50,6 @@ SHUTTING_DOWN = "server shutting down"
 _DEFECT = "internal error; see the server's log"
 _SHARED_CHUNK = 128
 """Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
-
-_TURN_BOUNDARIES = 6
-"""Turns of a prompt, counted from its end, that get a way back."""
-
-_MIN_SYSTEM = 32
-"""Tokens of a system region that is worth a way back of its own."""
 
 
 @dataclass
@@ -80,7 +74,11 @@ class Worker:
         self.replay = ReplayMemory(config.tool_memory_max_ids if config.replay else 0, config.tool_memory_bytes)
         self.turns = TurnMemory()
         self.prompts = PromptBuilder(
-            self.engine.tokenizer, config, self.engine.context, self.replay if config.replay else None
+            self.engine.tokenizer,
+            config,
+            self.engine.context,
+            self.replay if config.replay else None,
+            self.engine.shape.vocab,
         )
         self._slots = SlotTable(self.engine, config.max_sessions)
         self._prefilling: list[Running] = []
@@ -337,25 +335,13 @@ class Worker:
         except Exception:
             slot.busy = False
             raise
-        running = Running(job, slot, chosen, chooser, self._boundaries(chosen.ids, chosen.reused))
+        running = Running(job, slot, chosen, chooser, boundaries(chosen.ids, chosen.reused, self.engine.tokenizer))
         self._prefilling.append(running)
         log.info(
             "request %d prompt start tokens=%d reused=%d source=%s %s",
             job.number, len(chosen.ids), chosen.reused, chosen.source, chosen.detail,
         )  # fmt: skip
-        if self.trace.active:
-            self.trace.write(
-                job.number,
-                "prompt",
-                text=str(job.prompt.text),
-                tokens=len(job.prompt.ids),
-                effective_tokens=len(chosen.ids),
-                reused=chosen.reused,
-                source=chosen.source,
-                detail=chosen.detail,
-                miss=chosen.miss,
-                replay=dict(job.prompt.replay),
-            )
+        trace_prompt(self.trace, job, chosen)
         self._deliver(job, Admitted(running.usage))
 
     def _prefill(self) -> None:
@@ -382,19 +368,6 @@ class Worker:
         if complete:
             self._begin_answer(running)
 
-    def _boundaries(self, ids: list[int], reused: int) -> list[int]:
-        """Where later prompts may leave this one.
-
-        That is behind the system region, at the think markers of the last turns, and before the last user turn. Behind
-        an answer of this server there is a way back already.
-        """
-        tokenizer = self.engine.tokenizer
-        turns = [i + 1 for i, token in enumerate(ids) if token == tokenizer.assistant]
-        users = [i for i, token in enumerate(ids) if token == tokenizer.user] or [0]
-        first = users[:1] if users[0] >= _MIN_SYSTEM else []
-        last = users[-1:] if users[-1] > reused + FREE_TRUNCATION else []
-        return sorted({*first, *last, *turns[-_TURN_BOUNDARIES:]})
-
     def _begin_answer(self, running: Running) -> None:
         job, session = running.job, running.slot.session
         running.answering = running.answering or time.monotonic()
@@ -410,6 +383,7 @@ class Worker:
             think_recovery=self.config.think_recovery,
             trace=self.trace,
             first=running.first,
+            constraint=job.prompt.constraint,
         )
         if running.first is None:
             log.info("request %d prompt done in %.2f s", job.number, running.answering - running.started)
@@ -440,6 +414,11 @@ class Worker:
                     self._finish(running, generation.ending)
                 else:
                     stepping.append((running, generation))
+            except SchemaError as error:
+                # The request's own fault; its state is as good as before.
+                log.info("request %d finish=error %s", running.job.number, error)
+                self._release(running)
+                self._refuse(running.job, 400, str(error))
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
                 self._fail(running, 500, _text(error))
@@ -510,7 +489,7 @@ class Worker:
             "request %d finish=%s prompt=%d reused=%d completion=%d %.1f tokens/s",
             job.number, ending.reason, usage.prompt, usage.reused, usage.completion, speed,
         )  # fmt: skip
-        self._trace_end(job.number, ending.reason, message, usage)
+        trace_end(self.trace, job.number, ending.reason, message, usage)
         self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole))
         # The answer is out; what follows only makes the next one cheaper.
         try:
@@ -535,19 +514,6 @@ class Worker:
             self.turns.put(Turn((*request.messages[request.front :], message), request.response_id))
         except Exception:
             log.exception("request %d: its answer cannot be continued by its id", job.number)
-
-    def _trace_end(self, number: int, reason: str, message: Message, usage: Usage) -> None:
-        if not self.trace.active:
-            return
-        self.trace.write(
-            number,
-            "parse",
-            reasoning=message.reasoning,
-            content=message.text,
-            calls=[{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls],
-            problems=list(message.problems),
-        )
-        self.trace.write(number, "finish", reason=reason, usage=vars(usage))
 
     def _cancel(self, running: Running, phase: str) -> None:
         """The client left. What was computed stays: a repeated request goes on from there."""

@@ -88,6 +88,7 @@ class Api:
         parse: a JSON object to a request; raises ApiError.
         conversation: its field that holds the conversation, which errors about the length name.
         anthropic: errors have Anthropic's shape, else OpenAI's.
+        format: its field that gives the form of the text, which errors about its schema name.
     """
 
     path: str
@@ -96,3 +97,4 @@ class Api:
     parse: Callable[[Mapping[str, Any], ApiContext], Ask]
     conversation: str
     anthropic: bool = False
+    format: str = "response_format"

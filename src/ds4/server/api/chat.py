@@ -14,7 +14,9 @@ from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat_types import ChatCompletionRequest
 from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, stops_of, validate
+from ds4.server.api.demands import calls_of, format_of
 from ds4.server.bodies import frame
+from ds4.server.constraints import strict_names
 from ds4.server.errors import ApiError
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
 
@@ -29,15 +31,20 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     body = validate(ChatCompletionRequest, value)
     _check_supported(body)
     tools = _tools(body)
+    calls = calls_of(body.tool_choice, tools)
     effort = check_effort(body.reasoning_effort, config, "reasoning_effort")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = ChatRequest(
         model=body.model or context.model,
         messages=_messages(body.messages),
         tools=tools,
-        calls_allowed=body.tool_choice != "none",
+        calls_allowed=calls.allowed,
         parallel_calls=body.parallel_tool_calls is not False,
         thinking=openai_thinking(body, effort, config),
+        forced=calls.forced,
+        callable=calls.names,
+        strict=strict_names(tools, config.strict_tools),
+        content_schema=format_of(body.response_format, "response_format"),
         effort=effort,
         sampling=openai_sampling(body),
         max_tokens=limit,
@@ -57,8 +64,6 @@ def _check_supported(body: ChatCompletionRequest) -> None:
     for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
         if getattr(body, name):
             raise refuse(name, "this version samples without it")
-    if body.response_format is not None and body.response_format.get("type", "text") != "text":
-        raise refuse("response_format", "this version answers in plain text only")
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
             raise refuse(name, "use tools and tool_choice")
@@ -66,11 +71,6 @@ def _check_supported(body: ChatCompletionRequest) -> None:
         raise refuse("modalities", "the model reads and writes text only")
     if body.audio is not None:
         raise refuse("audio", "the model reads and writes text only")
-    choice = body.tool_choice
-    if isinstance(choice, Mapping) or choice not in (None, "auto", "none"):
-        if isinstance(choice, str) and choice != "required":
-            raise ApiError(400, f"tool_choice is {choice!r}; use none or auto", param="tool_choice")
-        raise refuse("tool_choice", "this version cannot force a call; use none or auto")
 
 
 def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:

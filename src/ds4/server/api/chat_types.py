@@ -72,11 +72,11 @@ class ChatCompletionRequest(OpenAIRequest):
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
+    response_format: dict[str, Any] | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     logprobs: bool | None = None
     top_logprobs: Truncated | None = None
-    response_format: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None

@@ -17,9 +17,11 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.common import check_effort, malformed, refuse, sampling_of, stops_of, thinking_of, validate
-from ds4.server.api.messages_types import MessagesRequest, ThinkingConfig
+from ds4.server.api.demands import Calls, forced_calls, format_of
+from ds4.server.api.messages_types import MessagesRequest, ThinkingConfig, ToolChoice
 from ds4.server.api.results import ANTHROPIC_WORDS, complete_history
 from ds4.server.bodies import frame
+from ds4.server.constraints import Schema, strict_names
 from ds4.server.errors import ApiError
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
 
@@ -60,12 +62,24 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     if prefilled:
         messages[-1] = _prefill(messages[-1], len(body.messages) - 1, thinking, config.template)
     front = (Message(role="system", content=system),) if system else ()
+    tools = _tools(body.tools or ())
+    choice = body.tool_choice or ToolChoice(type="auto")
+    calls = _calls(choice, tools)
+    schema = _format(body)
+    if schema is not None and prefilled:
+        raise ApiError(
+            400, "messages: the beginning of an answer cannot be given for one that follows a schema", param="messages"
+        )
     request = ChatRequest(
         model=body.model or context.model,
         messages=complete_history((*front, *messages), len(front), context.turns, ANTHROPIC_WORDS),
-        tools=_tools(body.tools or ()),
-        calls_allowed=body.tool_choice is None or body.tool_choice.type != "none",
-        parallel_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        tools=tools,
+        calls_allowed=calls.allowed,
+        parallel_calls=not choice.disable_parallel_tool_use,
+        forced=calls.forced,
+        callable=calls.names,
+        strict=strict_names(tools, config.strict_tools),
+        content_schema=schema,
         thinking=thinking,
         effort=effort,
         sampling=sampling_of({name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}),
@@ -92,17 +106,28 @@ def _no_threads() -> ApiError:
 
 def _check_supported(body: MessagesRequest) -> None:
     """Refuse what would silently be missing from the answer."""
-    choice = body.tool_choice
-    if choice is not None and choice.type not in ("auto", "none"):
-        if choice.type not in ("any", "tool"):
-            raise ApiError(400, f"tool_choice.type is {choice.type!r}; use auto or none", param="tool_choice")
-        raise refuse("tool_choice", "this version cannot force a call; use auto or none")
-    if body.output_config is not None and body.output_config.format is not None:
-        raise refuse("output_config.format", "this version answers in plain text only")
-    if body.output_format is not None:
-        raise refuse("output_format", "this version answers in plain text only")
     if body.mcp_servers:
         raise refuse("mcp_servers", "this server connects to no other one; let the client call such tools")
+
+
+def _calls(choice: ToolChoice, tools: Sequence[ToolSchema]) -> Calls:
+    if choice.type == "any":
+        return forced_calls(None, tools, "tool_choice.type is 'any'")
+    if choice.type == "tool":
+        if not choice.name:
+            raise ApiError(400, "tool_choice.name is missing", param="tool_choice")
+        return forced_calls([choice.name], tools, "tool_choice")
+    if choice.type not in ("auto", "none"):
+        raise ApiError(400, f"tool_choice.type is {choice.type!r}; use auto, any, tool or none", param="tool_choice")
+    return Calls(allowed=choice.type == "auto")
+
+
+def _format(body: MessagesRequest) -> Schema | None:
+    """The schema of the text; `output_format` is the field's older name."""
+    given = body.output_config.format if body.output_config else None
+    if given is not None:
+        return format_of(given, "output_config.format")
+    return format_of(body.output_format, "output_format")
 
 
 def _tools(values: Sequence[Mapping[str, Any]]) -> tuple[ToolSchema, ...]:
@@ -441,4 +466,5 @@ API = Api(
     parse,
     "messages",
     True,
+    "output_config.format",
 )

@@ -25,9 +25,10 @@ class OutputConfig(Body):
 
 
 class ToolChoice(Body):
-    """Whether tools may be called, and whether several at once."""
+    """Whether tools may or have to be called, which one, and whether several at once."""
 
     type: str
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -48,7 +49,7 @@ class MessagesRequest(Body):
     thinking: bool | ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     reasoning_effort: str | None = None
+    output_format: dict[str, Any] | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
-    output_format: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None

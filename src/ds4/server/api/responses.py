@@ -12,11 +12,13 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, validate
+from ds4.server.api.demands import calls_of, format_of
 from ds4.server.api.responses_input import found_tools, read_input
 from ds4.server.api.responses_output import OutputWriter, WireEvent, new_id
 from ds4.server.api.responses_types import ReasoningOption, ResponsesRequest
 from ds4.server.api.results import RESPONSES_WORDS, complete_history, previous_turn
 from ds4.server.bodies import frame
+from ds4.server.constraints import Schema, strict_names
 from ds4.server.errors import ApiError
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
 
@@ -38,15 +40,20 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     messages = (*front, *earlier, *given.messages)
     messages = complete_history(messages, len(front), context.turns, RESPONSES_WORDS)
     tools = _with_found(_tools(body.tools, "tools"), given.tools, messages[: len(messages) - len(given.messages)])
+    calls = calls_of(body.tool_choice, tools)
     reasoning = body.reasoning or ReasoningOption()
     effort = check_effort(reasoning.effort, config, "reasoning.effort")
     request = ChatRequest(
         model=body.model or context.model,
         messages=messages,
         tools=tools,
-        calls_allowed=body.tool_choice != "none",
+        calls_allowed=calls.allowed,
         parallel_calls=body.parallel_tool_calls is not False,
         thinking=openai_thinking(body, effort, config),
+        forced=calls.forced,
+        callable=calls.names,
+        strict=strict_names(tools, config.strict_tools),
+        content_schema=_format(body),
         effort=effort,
         sampling=openai_sampling(body),
         max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
@@ -75,15 +82,12 @@ def _check_supported(body: ResponsesRequest) -> None:
     for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
         if getattr(body, name):
             raise refuse(name, "this version samples without it")
-    formats = {"text.format": body.text.format if body.text else None, "response_format": body.response_format}
-    for name, form in formats.items():
-        if form is not None and form.get("type", "text") != "text":
-            raise refuse(name, "this version answers in plain text only")
-    choice = body.tool_choice
-    if isinstance(choice, Mapping) or choice not in (None, "auto", "none"):
-        if isinstance(choice, str) and choice != "required":
-            raise ApiError(400, f"tool_choice is {choice!r}; use none or auto", param="tool_choice")
-        raise refuse("tool_choice", "this version cannot force a call; use none or auto")
+
+
+def _format(body: ResponsesRequest) -> Schema | None:
+    """The schema of the text; clients of chat's habits write the field as there."""
+    given = format_of(body.text.format if body.text else None, "text.format")
+    return format_of(body.response_format, "response_format") if given is None else given
 
 
 def _tools(tools: Sequence[Mapping[str, Any]] | None, param: str) -> tuple[ToolSchema, ...]:
@@ -138,7 +142,7 @@ def _echo(body: ResponsesRequest, request: ChatRequest) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_calls,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.shown},
-        "text": {"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
+        "text": {"format": _format_object(body), **({"verbosity": verbosity} if verbosity else {})},
         "temperature": request.sampling.temperature,
         "top_p": request.sampling.top_p,
         "presence_penalty": 0.0,
@@ -155,6 +159,13 @@ def _echo(body: ResponsesRequest, request: ChatRequest) -> dict[str, Any]:
         "safety_identifier": _text(body.safety_identifier),
         "prompt_cache_key": _text(body.prompt_cache_key),
     }
+
+
+def _format_object(body: ResponsesRequest) -> Mapping[str, Any]:
+    """The format of the text as a response shows it."""
+    given = (body.text.format if body.text else None) or body.response_format or {}
+    inner = given.get("json_schema")
+    return {"type": "text", **({"type": "json_schema", **inner} if isinstance(inner, Mapping) else given)}
 
 
 def _text(value: Any) -> str | None:
@@ -257,4 +268,6 @@ def _events_of(message: Message) -> list[Event]:
     return events
 
 
-API = Api("/v1/responses", "An answer to a conversation of items", ResponsesRequest, parse, "input")
+API = Api(
+    "/v1/responses", "An answer to a conversation of items", ResponsesRequest, parse, "input", format="text.format"
+)

@@ -37,6 +37,7 @@ class ResponsesRequest(OpenAIRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     max_output_tokens: Count | None = None
     max_tokens: Count | None = None
     reasoning: ReasoningOption | None = None
@@ -47,7 +48,6 @@ class ResponsesRequest(OpenAIRequest):
     conversation: Any = None
     prompt: Any = None
     logprobs: bool | None = None
-    response_format: dict[str, Any] | None = None
     top_logprobs: Truncated | None = None
 
     # They change nothing and come back as they were sent.

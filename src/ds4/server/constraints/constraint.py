@@ -18,7 +18,6 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from ds4.errors import RequestError
 from ds4.server.constraints.grammar import answer_grammar, parts
 from ds4.server.constraints.rules import AnswerRules, SchemaError
 from ds4.server.constraints.spelling import Spelling
@@ -53,7 +52,7 @@ class Grammars:
         """The constraint of an answer; `thinking`: it begins inside the reasoning. None if everything is allowed.
 
         Takes some milliseconds, and for the largest schemas about a second; rules that were seen before take less.
-        Raises RequestError if the rules cannot be enforced; it says which part.
+        Raises SchemaError if the rules cannot be enforced; it says which part.
         """
         if not rules.restrictive:
             return None
@@ -119,7 +118,7 @@ class Constraint:
             int32 [ceil(vocab / 32)]: bit i of word w stands for token 32 w + i. It is valid until the next call.
 
         Raises:
-            RequestError: the schema leads to a place where nothing can follow, or costs too much there.
+            SchemaError: the schema leads to a place where nothing can follow, or costs too much there.
         """
         if self._phase is _Phase.GRAMMAR and self._matcher is not None:
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
@@ -263,5 +262,5 @@ class Constraint:
         return False
 
 
-def _stuck(why: str) -> RequestError:
-    return RequestError(f"the answer cannot follow its schema any further: {why}; a simpler schema may help")
+def _stuck(why: str) -> SchemaError:
+    return SchemaError(f"the answer cannot follow its schema any further: {why}; a simpler schema may help")

@@ -24,6 +24,9 @@ from ds4.server.constraints.strings import forms, literal, string_terminal
 MAX_GRAMMAR = 1_000_000
 """Characters of a grammar: some hundred tools with long schemas need a tenth of it."""
 
+OF_CONTENT = "the schema of the answer"
+"""How errors call it."""
+
 MAX_ANY_ORDER = 60
 """Parameters of a tool that may come in any order; the grammar remembers them in 64 bits."""
 
@@ -59,14 +62,17 @@ def answer_grammar(rules: AnswerRules, dsml: int) -> str:
     if rules.content is not None and rules.calls != "required":
         # The line breaks are what the server itself writes when it closes the reasoning.
         starts.append(r'"\n\n"? content')
-        lines.append(f"content: {_json(Document(rules.content).root)}")
+        try:
+            lines.append(f"content: {_json(Document(rules.content).root)}")
+        except SchemaError as error:
+            raise SchemaError(f"{OF_CONTENT} cannot be enforced: {error}") from None
     return "\n".join([f"start: {' | '.join(starts)}", *lines, ""])
 
 
 def parts(rules: AnswerRules, dsml: int) -> Iterator[tuple[str, str]]:
     """The schemas of the rules one by one, to find out which is to blame: what it is, and its own grammar."""
     if rules.content is not None and rules.calls != "required":
-        yield "the schema of the answer", f"start: {_json(Document(rules.content).root)}\n"
+        yield OF_CONTENT, f"start: {_json(Document(rules.content).root)}\n"
     for tool in rules.callable:
         if tool.name not in rules.strict:
             continue
