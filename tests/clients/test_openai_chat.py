@@ -225,5 +225,5 @@ def test_models_and_errors_come_as_the_client_expects() -> None:
         assert caught.value.param == "messages"
         with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
             server.client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x"}], frequency_penalty=0.5
+                model="m", messages=[{"role": "user", "content": "x"}], frequency_penalty=5
             )

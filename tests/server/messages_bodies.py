@@ -40,7 +40,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
 
 
 def request(body: dict[str, Any], turns: TurnMemory | None = None, **options: Any) -> ChatRequest:
-    return parse(body, ApiContext(ServerConfig(**options), "ds4-tiny", turns or TurnMemory())).request
+    return parse(body, ApiContext(ServerConfig(**options), "ds4-tiny", turns or TurnMemory(), 1024)).request
 
 
 def prompt(body: dict[str, Any], **options: Any) -> str:

@@ -16,6 +16,7 @@ from ds4.chat.message import Message, Part, ToolCall
 from ds4.chat.template import ASSISTANT, EOS, THINK
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.engine import Sampling, Session
+from ds4.engine.sampling import Choice
 from ds4.server.config import ServerConfig
 from ds4.server.request import ChatRequest, Done, Failed, Reply
 from ds4.server.worker import Backend, Worker
@@ -273,11 +274,14 @@ class Writer:
     def __init__(self, tokens: list[int | None], unsaid: frozenset[int], log: list[int]) -> None:
         self.tokens, self.unsaid, self.log = tokens, unsaid, log
 
-    def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int], constraint: Any = None) -> int:
+    def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int], *rest: Any) -> Choice:
         """The next of them."""
         token = self.tokens.pop(0)
         self.log.append(best(logits, self.unsaid) if token is None else token)
-        return self.log[-1]
+        return Choice(self.log[-1])
+
+    def count(self, tokens: Any) -> None:
+        """Nothing."""
 
     def take_skipped(self) -> list[int]:
         """None."""

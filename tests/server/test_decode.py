@@ -12,6 +12,7 @@ from server_harness import WEATHER, call_pieces, line, scripted, tokenizer
 
 from ds4.chat.tools import tool_schemas
 from ds4.engine import Sampling
+from ds4.engine.sampling import Choice
 from ds4.server.api.base import ApiContext
 from ds4.server.api.chat import parse
 from ds4.server.config import ServerConfig
@@ -62,15 +63,20 @@ class Wishing:
         self.skipped: list[int] = []
 
     def choose(
-        self, logits: torch.Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
-    ) -> int:
+        self,
+        logits: torch.Tensor,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: Any = None,
+    ) -> Choice:
         if self.first:
-            return self.first.pop(0)
+            return Choice(self.first.pop(0))
         if self.wish in forbidden:
             self.refused += 1
             self.skipped.append(self.wish)
-            return self.other
-        return self.wish
+            return Choice(self.other)
+        return Choice(self.wish)
 
     def take_skipped(self) -> list[int]:
         skipped, self.skipped = self.skipped, []
@@ -226,10 +232,10 @@ def test_a_stop_string_leaves_a_state_that_the_next_turn_can_use() -> None:
 def test_the_sampling_chooser_never_takes_what_is_forbidden(forbidden: frozenset[int]) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
     chooser = SamplingChooser(Sampling(seed=1, min_p=0))
-    taken = {chooser.choose(logits, greedy=False, forbidden=forbidden) for _ in range(200)}
+    taken = {chooser.choose(logits, greedy=False, forbidden=forbidden).token for _ in range(200)}
     assert (3 in taken) == (not forbidden)
     chooser.take_skipped()
-    assert chooser.choose(logits, greedy=True, forbidden=forbidden) == (2 if forbidden else 3)
+    assert chooser.choose(logits, greedy=True, forbidden=forbidden).token == (2 if forbidden else 3)
     assert chooser.take_skipped() == list(forbidden)
 
 
@@ -252,7 +258,7 @@ def test_the_default_of_thinking_can_be_changed() -> None:
     ]
     for extra, on, off in cases:
         for default, expected in ((None, on), (True, on), (False, off)):
-            context = ApiContext(ServerConfig(think_default=default), "ds4-tiny", TurnMemory())
+            context = ApiContext(ServerConfig(think_default=default), "ds4-tiny", TurnMemory(), 1024)
             assert parse({"messages": HELLO, **extra}, context).request.thinking is expected, (extra, default)
 
 

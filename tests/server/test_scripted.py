@@ -88,7 +88,7 @@ def test_lines_are_taken_in_order_and_the_last_repeats() -> None:
         session = made.engine.session()
         session.sync([1, 2])
         chooser = made.chooser(session, Sampling())
-        ids.append([chooser.choose(session.logits, False, frozenset()) for _ in range(4)])
+        ids.append([chooser.choose(session.logits, False, frozenset()).token for _ in range(4)])
     a, b, c = (tokenizer().encode(x)[0] for x in "abc")
     eos = tokenizer().eos
     assert ids == [[a, b, eos, eos], [c] * 4, [c] * 4]
@@ -101,7 +101,7 @@ def test_obeying_passes_over_what_is_forbidden() -> None:
         session = made.engine.session()
         session.sync([1])
         chooser = made.chooser(session, Sampling())
-        assert [chooser.choose(session.logits, False, frozenset({a})) for _ in range(2)] == expected
+        assert [chooser.choose(session.logits, False, frozenset({a})).token for _ in range(2)] == expected
         assert chooser.take_skipped() == skipped
         assert chooser.take_skipped() == []
 
@@ -267,8 +267,8 @@ def test_a_second_attempt_takes_the_next_line() -> None:
     session = made.engine.session()
     session.sync([1])
     chooser = made.chooser(session, Sampling())
-    assert tokenizer().token_bytes(chooser.choose(session.logits, False, frozenset())) == b"a"
+    assert tokenizer().token_bytes(chooser.choose(session.logits, False, frozenset()).token) == b"a"
     again = chooser.again(session)
     with pytest.raises(RuntimeError, match="token 3 of the prompt"):
         session.sync(range(1, 5))
-    assert tokenizer().token_bytes(again.choose(torch.zeros(1), False, frozenset())) == b"b"
+    assert tokenizer().token_bytes(again.choose(torch.zeros(1), False, frozenset()).token) == b"b"

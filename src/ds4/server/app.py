@@ -47,7 +47,7 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     )
     loaded = worker.backend.name
     context = worker.engine.context
-    apis = ApiContext(config, loaded, worker.turns)
+    apis = ApiContext(config, loaded, worker.turns, worker.engine.shape.vocab)
 
     async def health(request: Request) -> Response:
         status = "ok" if worker.alive else "failed"

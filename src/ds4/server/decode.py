@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,11 @@ from ds4.chat.events import Event, Finish
 from ds4.chat.message import Message
 from ds4.chat.stream import StreamParser
 from ds4.engine import Sampler, Sampling, Session
+from ds4.engine.logprobs import Logprobs
+from ds4.engine.sampling import Choice
+from ds4.errors import RequestError
 from ds4.server.constraints import Constraint
+from ds4.server.logprobs import TextLogprobs, TokenLogprob
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace, printable
@@ -28,9 +32,21 @@ class Chooser(Protocol):
     """Chooses the tokens of one answer."""
 
     def choose(
-        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
-    ) -> int:
-        """The next token; `greedy`: the most probable one. It obeys the constraint, which is left where it is."""
+        self,
+        logits: Tensor,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> Choice:
+        """The next token; `greedy`: the most probable one. It obeys the constraint, which is left where it is.
+
+        With `top` also how probable it was, and so many of the most probable ones.
+        """
+        ...
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Take tokens into account that became part of the answer without being chosen."""
         ...
 
     def take_skipped(self) -> list[int]:
@@ -54,17 +70,26 @@ class SamplingChooser:
         self._skipped: list[int] = []
 
     def choose(
-        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
-    ) -> int:
-        """See `Chooser`. Raises RequestError if the constraint leads nowhere."""
-        mask = None if constraint is None else constraint.mask(forbidden)
-        if not forbidden and mask is None:
-            return self._sampler.sample(logits, greedy)
-        best = int(logits.argmax())
-        if best in forbidden:
-            self._skipped.append(best)
-        allowed = self._allowed(logits.shape[0], forbidden) if mask is None else mask
-        return self._sampler.sample(logits, greedy, allowed)
+        self,
+        logits: Tensor,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> Choice:
+        """See `Chooser`. Raises SchemaError if the constraint leads nowhere."""
+        allowed = None if constraint is None else constraint.mask(forbidden)
+        if forbidden:
+            best = int(logits.argmax())
+            if best in forbidden:
+                self._skipped.append(best)
+            if allowed is None:
+                allowed = self._allowed(logits.shape[0], forbidden)
+        return self._sampler.choose(logits, greedy, allowed, top)
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """See `Chooser`."""
+        self._sampler.count(tokens)
 
     def take_skipped(self) -> list[int]:
         """See `Chooser`; only the most probable token counts."""
@@ -164,6 +189,7 @@ class Generation:
         self._recovered = False
         self._over = False
         self._text: list[bytes] = []
+        self._logprobs = TextLogprobs(first.logprobs if first else ())
 
     def step(self) -> list[Event]:
         """Choose the next token from the session's logits; returns the events it completes.
@@ -192,7 +218,8 @@ class Generation:
         message = self._parser.message
         if self.malformed not in message.problems:
             message = replace(message, problems=(*message.problems, self.malformed or ""))
-        return Earlier(message, self.completion + injected, self.reasoning)
+        logprobs = tuple(self._logprobs.shown)
+        return Earlier(message, self.completion + injected, self.reasoning, logprobs)
 
     def give_up(self) -> list[Event]:
         """There is no second attempt: go on with the malformed calls as text, or as an error where they have begun."""
@@ -214,13 +241,26 @@ class Generation:
             return self._joined(self._close_reasoning())
         return []
 
+    def take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The tokens that the text of the last events is made of, if the request wants to know."""
+        return self._logprobs.take()
+
+    def logprobs(self, whole: bool) -> tuple[TokenLogprob, ...]:
+        """The tokens of the text so far; `whole`: of that of `whole_text`."""
+        return self._logprobs.all if whole else tuple(self._logprobs.shown)
+
     def _joined(self, events: list[Event]) -> list[Event]:
+        self._logprobs.follow(events)
         return self._first.events(events) if self._first else events
 
     def _choose(self) -> int:
         greedy = self._state.greedy
         forbidden = self._forbidden()
-        token = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint)
+        top = None if self._state.in_reasoning else self.request.logprobs
+        choice = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint, top)
+        token = choice.token
+        if choice.logprobs is not None and token != self._tokenizer.eos:
+            self._logprobs.add(self._token_logprob(choice.logprobs))
         allowed = token not in forbidden
         if self._constraint is not None:
             allowed = self._constraint.advance(token) and allowed
@@ -239,7 +279,19 @@ class Generation:
         reasoned = self._state.in_reasoning
         self._state.push(piece)
         self.reasoning += reasoned and self._state.in_reasoning
+        if self._state.in_reasoning:
+            self._logprobs.forget()
         return self._parser.push(piece)
+
+    def _token_logprob(self, found: Logprobs) -> TokenLogprob:
+        top = tuple((self._bytes(token), logprob) for token, logprob in found.top)
+        return TokenLogprob(self._bytes(found.token), found.logprob, top)
+
+    def _bytes(self, token: int) -> bytes:
+        try:
+            return self._tokenizer.token_bytes(token)
+        except RequestError:
+            return b""  # a logit that belongs to no token
 
     def _forbidden(self) -> frozenset[int]:
         forbidden = set()
@@ -261,6 +313,7 @@ class Generation:
         self._state.inject()
         if self._constraint is not None:
             self._constraint.injected(tokens)
+        self._chooser.count(tokens)
         self._trace.write(self.number, "inject", text=END_THINK_INJECTION)
         return self._parser.inject()
 

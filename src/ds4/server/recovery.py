@@ -12,6 +12,7 @@ from ds4.chat.events import Event, ReasoningDelta, TextDelta
 from ds4.chat.message import Message
 from ds4.chat.template import render_tail
 from ds4.chat.tools import TOOLS_HEAD
+from ds4.server.logprobs import TokenLogprob
 
 MIN_ROOM = 32
 """Tokens that a second attempt must at least have: about those of the shortest call."""
@@ -52,11 +53,13 @@ class Earlier:
     Attributes:
         message: its reasoning and text before the block, and its problems.
         completion, reasoning: tokens so far, what was injected included.
+        logprobs: the tokens of its text, if the request wants to know.
     """
 
     message: Message
     completion: int
     reasoning: int
+    logprobs: tuple[TokenLogprob, ...] = ()
     _begun: set[type[Event]] = field(default_factory=set)
 
     def events(self, events: list[Event]) -> list[Event]:

@@ -13,6 +13,7 @@ from ds4.chat.tools import ToolSchema
 from ds4.engine.sampling import Sampling
 from ds4.errors import RequestError
 from ds4.server.constraints import AnswerRules, Constraint, Schema
+from ds4.server.logprobs import TokenLogprob
 
 
 class QueueFullError(RequestError):
@@ -42,6 +43,7 @@ class ChatRequest:
         sampling: how tokens are drawn.
         max_tokens: limit of the answer, or None for the server's.
         stop: strings that end the answer.
+        logprobs: how many alternatives are told for each token of the text, or None to tell nothing.
         call_prefix: how ids of calls begin on this API.
         streamed: whether the client sees the answer while it grows.
         text: a prompt to be continued as it stands, without the chat format; then `messages` is empty.
@@ -64,6 +66,7 @@ class ChatRequest:
     sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
     call_prefix: str = "call_"
     streamed: bool = False
     text: str | None = None
@@ -136,10 +139,16 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Events:
-    """What the model wrote since the last time. `call_ids` are the ids of all calls begun so far, by index."""
+    """What the model wrote since the last time.
+
+    Attributes:
+        call_ids: the ids of all calls begun so far, by index.
+        logprobs: the tokens whose text begins here, if the request wants to know.
+    """
 
     events: Sequence[Event]
     call_ids: Sequence[str]
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,7 @@ class Done:
         message: the whole answer, its calls with their ids; it is what the events add up to.
         stop_string: the stop string that ended it, if any.
         whole: for an `error`, the answer with all its text: what a client gets that has seen no events.
+        logprobs: the tokens of its text, if the request wants to know.
     """
 
     reason: str
@@ -158,6 +168,7 @@ class Done:
     usage: Usage
     stop_string: str | None
     whole: Message
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)

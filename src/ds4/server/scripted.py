@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ds4.engine import FREE_TRUNCATION, Engine, EngineConfig, Sampling, Session
 from ds4.engine.engine import Wanted
+from ds4.engine.logprobs import Logprobs
+from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
 from ds4.server.constraints import Constraint
@@ -373,9 +375,21 @@ class ScriptedChooser:
         self._again = again
 
     def choose(
-        self, logits: Tensor, greedy: bool, forbidden: frozenset[int], constraint: Constraint | None = None
-    ) -> int:
-        """The next token. One that may not come there is passed over only if the line obeys."""
+        self,
+        logits: Tensor,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> Choice:
+        """The next token, which is certain. One that may not come there is passed over only if the line obeys."""
+        token = self._next(forbidden, constraint)
+        return Choice(token, None if top is None else Logprobs(token, 0.0, ((token, 0.0),) if top else ()))
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Nothing."""
+
+    def _next(self, forbidden: frozenset[int], constraint: Constraint | None) -> int:
         play = self._play
         play.decoding = True
         while play.at < len(play.tokens):

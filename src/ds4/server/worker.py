@@ -463,7 +463,8 @@ class Worker:
         for event in events:
             if isinstance(event, CallBegin):
                 running.call_ids.append(self.replay.new_id(running.job.request.call_prefix, running.call_ids))
-        self._deliver(running.job, Events(tuple(events), tuple(running.call_ids)))
+        logprobs = running.generation.take_logprobs() if running.generation else ()
+        self._deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs))
 
     def _finish(self, running: Running, ending: Ending) -> None:
         job, slot = running.job, running.slot
@@ -479,9 +480,11 @@ class Worker:
                 log.exception("request %d: its calls cannot be repeated", job.number)
         if not self.config.replay:
             message = replace(message, raw_dsml="")
-        whole = message
-        if not (message.complete or calls or ending.stop_string) and running.generation is not None:
-            whole = running.generation.whole_text()
+        whole, generation = message, running.generation
+        reread = generation is not None and not (message.complete or calls or ending.stop_string)
+        if generation is not None and reread:
+            whole = generation.whole_text()
+        logprobs = generation.logprobs(reread) if generation else ()
         self._remember(job, ending, message, whole)
         usage = running.usage
         speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
@@ -490,7 +493,7 @@ class Worker:
             job.number, ending.reason, usage.prompt, usage.reused, usage.completion, speed,
         )  # fmt: skip
         trace_end(self.trace, job.number, ending.reason, message, usage)
-        self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole))
+        self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole, logprobs))
         # The answer is out; what follows only makes the next one cheaper.
         try:
             if ending.bindable or (ending.reason == "tool_calls" and ending.stop_string is None):

@@ -21,7 +21,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 
 
 def prompt(*messages: dict[str, Any]) -> str:
-    ask = parse({"messages": list(messages)}, ApiContext(ServerConfig(), "ds4-tiny", TurnMemory()))
+    ask = parse({"messages": list(messages)}, ApiContext(ServerConfig(), "ds4-tiny", TurnMemory(), 1024))
     return str(chat.render(ask.request.messages))
 
 

@@ -35,7 +35,7 @@ OPENED = "You are a helpful assistant<｜User｜>Say <think> loud<｜Assistant�
 
 def read(body: dict[str, Any], **options: Any) -> ChatRequest:
     """The request that a body makes."""
-    return parse(body, ApiContext(ServerConfig(**options), "ds4-tiny", TurnMemory())).request
+    return parse(body, ApiContext(ServerConfig(**options), "ds4-tiny", TurnMemory(), 1024)).request
 
 
 def prompt_of(body: dict[str, Any], **options: Any) -> str:
@@ -119,12 +119,10 @@ def test_all_that_is_read_reaches_the_request() -> None:
         ({"best_of": 2}, "best_of", "one answer"),
         ({"best_of": 0}, "best_of", "one answer"),
         ({"n": 3}, "n", "one answer"),
-        ({"logprobs": 0}, "logprobs", "not supported"),
-        ({"logprobs": 5}, "logprobs", "not supported"),
-        ({"logprobs": True}, "logprobs", "not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"presence_penalty": 5}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "token id"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"max_tokens": "8"}, "max_tokens", "expected"),
         ({"stream": 1}, "stream", "expected"),

@@ -26,7 +26,7 @@ USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "t
 
 
 def ask(turns: TurnMemory | None = None, config: ServerConfig | None = None, **body: Any) -> Ask:
-    return parse({"input": "hi", **body}, ApiContext(config or ServerConfig(), "ds4-tiny", turns or TurnMemory()))
+    return parse({"input": "hi", **body}, ApiContext(config or ServerConfig(), "ds4-tiny", turns or TurnMemory(), 1024))
 
 
 def refused(status: int, param: str | None, **body: Any) -> ApiError:
@@ -112,11 +112,10 @@ def test_thinking_is_on_unless_something_says_otherwise() -> None:
         ({"reasoning": {"effort": "herculean"}}, "reasoning.effort"),
         ({"reasoning": "high"}, "reasoning"),
         ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"top_logprobs": 30}, "top_logprobs"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
     ],
 )
 def test_a_wrong_or_unsupported_field_is_named(body: dict[str, Any], param: str) -> None:

@@ -21,11 +21,13 @@ class ApiContext:
         config: how the server runs.
         model: the loaded model's name.
         turns: earlier answers that a request may continue by an id.
+        vocab: number of token ids.
     """
 
     config: ServerConfig
     model: str
     turns: TurnMemory
+    vocab: int
 
 
 class Answer(Protocol):

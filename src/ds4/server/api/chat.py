@@ -13,11 +13,13 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat_types import ChatCompletionRequest
-from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, stops_of, validate
+from ds4.server.api.common import check_effort, malformed, openai_thinking, refuse, sampling_of, stops_of, validate
 from ds4.server.api.demands import calls_of, format_of
+from ds4.server.api.token_logprobs import check_top, logprob_objects
 from ds4.server.bodies import frame
 from ds4.server.constraints import strict_names
 from ds4.server.errors import ApiError
+from ds4.server.logprobs import TokenLogprob
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -46,24 +48,20 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         strict=strict_names(tools, config.strict_tools),
         content_schema=format_of(body.response_format, "response_format"),
         effort=effort,
-        sampling=openai_sampling(body),
+        sampling=sampling_of(body, context.vocab),
+        logprobs=_logprobs(body),
         max_tokens=limit,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),
     )
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Ask(request, bool(body.stream), lambda number: ChatAnswer(number, request.model, include_usage))
+    return Ask(request, bool(body.stream), lambda number: ChatAnswer(number, request, include_usage))
 
 
 def _check_supported(body: ChatCompletionRequest) -> None:
     """Refuse what would silently be missing from the answer."""
     if body.n is not None and body.n != 1:
         raise refuse("n", "this version gives one answer")
-    if body.logprobs or body.top_logprobs:
-        raise refuse("logprobs" if body.logprobs else "top_logprobs", "this version does not report them")
-    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(body, name):
-            raise refuse(name, "this version samples without it")
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
             raise refuse(name, "use tools and tool_choice")
@@ -71,6 +69,14 @@ def _check_supported(body: ChatCompletionRequest) -> None:
         raise refuse("modalities", "the model reads and writes text only")
     if body.audio is not None:
         raise refuse("audio", "the model reads and writes text only")
+
+
+def _logprobs(body: ChatCompletionRequest) -> int | None:
+    """How many alternatives each token comes with; None: the tokens are not wanted."""
+    top = check_top(body.top_logprobs, "top_logprobs")
+    if top and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    return top if body.logprobs else None
 
 
 def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
@@ -149,8 +155,9 @@ class ChatAnswer:
 
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, number: int, model: str, include_usage: bool) -> None:
-        self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
+    def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
+        self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": request.model}
+        self._logprobs = request.logprobs is not None
         self._include_usage = include_usage
 
     def whole(self, reply: Done) -> dict[str, Any]:
@@ -164,7 +171,8 @@ class ChatAnswer:
         if answer.tool_calls:
             message["tool_calls"] = [_call_object(call) for call in answer.tool_calls]
         finish = "stop" if unreadable else reply.reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        logprobs = _logprobs_object(reply.logprobs) if self._logprobs else None
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}
         return {"object": "chat.completion", **self._base, "choices": [choice], "usage": usage_object(reply.usage)}
 
     def opened(self) -> bytes:
@@ -177,7 +185,12 @@ class ChatAnswer:
 
     def events(self, reply: Events) -> bytes:
         """One chunk for each event that is visible on this API."""
-        return b"".join(self._chunk(delta) for delta in _deltas(reply))
+        chunks, tokens = [], reply.logprobs
+        for delta in _deltas(reply):
+            shown = tokens if "content" in delta else ()
+            chunks.append(self._chunk(delta, tokens=shown))
+            tokens = () if shown else tokens
+        return b"".join(chunks)
 
     def done(self, reply: Done) -> bytes:
         """The finish, the usage if it was asked for, and the end mark."""
@@ -192,12 +205,17 @@ class ChatAnswer:
         """An error event; nothing follows it."""
         return frame(ApiError(reply.status, reply.message).openai())
 
-    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
+        logprobs = _logprobs_object(tokens) if self._logprobs and tokens else None
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return self._frame({"choices": [choice], **({"usage": None} if self._include_usage else {})})
 
     def _frame(self, value: Mapping[str, Any]) -> bytes:
         return frame({"object": "chat.completion.chunk", **self._base, **value})
+
+
+def _logprobs_object(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": logprob_objects(tokens), "refusal": None}
 
 
 def _deltas(reply: Events) -> Sequence[Mapping[str, Any]]:

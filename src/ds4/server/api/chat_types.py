@@ -52,12 +52,12 @@ class OpenAIRequest(Body):
     stream: bool | None = None
     thinking: bool | ThinkingOption | None = None
     think: bool | None = None
-
-    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
-    n: Truncated | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
+    n: Truncated | None = None
 
 
 class ChatCompletionRequest(OpenAIRequest):
@@ -73,10 +73,10 @@ class ChatCompletionRequest(OpenAIRequest):
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
     response_format: dict[str, Any] | None = None
-
-    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     logprobs: bool | None = None
     top_logprobs: Truncated | None = None
+
+    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ds4.chat.effort import resolve
-from ds4.engine.sampling import Sampling
+from ds4.engine.sampling import Sampling, logit_bias
 from ds4.errors import Ds4Error, RequestError
 from ds4.server.api.chat_types import OpenAIRequest, ThinkingOption
 from ds4.server.config import ServerConfig
@@ -16,6 +17,8 @@ from ds4.server.errors import ApiError
 from ds4.server.request import Done, Failed
 
 Body = TypeVar("Body", bound=BaseModel)
+
+_SAMPLING = tuple(entry.name for entry in fields(Sampling))
 
 
 def validate(kind: type[Body], value: Mapping[str, Any]) -> Body:
@@ -95,22 +98,20 @@ def check_effort(effort: str | None, config: ServerConfig, field: str) -> str | 
     return effort
 
 
-def sampling_of(values: Mapping[str, float | int | None]) -> Sampling:
-    """Sampling from the fields a request has; None means the default. Raises ApiError 400 that names the field."""
-    given = {name: value for name, value in values.items() if value is not None}
+def sampling_of(body: BaseModel, vocab: int) -> Sampling:
+    """Sampling from the fields that a body has of it; None means the default. Raises ApiError 400, naming the field."""
+    values = {name: getattr(body, name, None) for name in _SAMPLING}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if given.get("seed", 0) <= 0:
         given.pop("seed", None)
-    for name, value in given.items():
+    for name, value in list(given.items()):
         try:
-            Sampling(**{name: value})  # type: ignore[arg-type]
+            if name == "logit_bias":
+                value = given[name] = logit_bias(value, vocab)
+            Sampling(**{name: value})
         except Ds4Error as error:
             raise ApiError(400, str(error), param=name) from None
-    return Sampling(**given)  # type: ignore[arg-type]
-
-
-def openai_sampling(body: OpenAIRequest) -> Sampling:
-    """The sampling of a request of OpenAI's APIs. Raises ApiError 400 that names the field."""
-    return sampling_of({name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "top_k", "seed")})
+    return Sampling(**given)
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds4.chat.events import TextDelta
 from ds4.chat.message import Message
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat import usage_object
-from ds4.server.api.common import check_effort, openai_sampling, openai_thinking, refuse, stops_of, validate
+from ds4.server.api.common import check_effort, openai_thinking, refuse, sampling_of, stops_of, validate
 from ds4.server.api.completions_types import CompletionRequest
+from ds4.server.api.token_logprobs import CompletionLogprobs, check_top
 from ds4.server.bodies import frame
 from ds4.server.errors import ApiError
+from ds4.server.logprobs import TokenLogprob
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed
 
 _SYSTEM = "You are a helpful assistant"
@@ -35,14 +37,22 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         # A raw prompt has no turns that could begin with reasoning.
         thinking=not raw and openai_thinking(body, effort, config),
         effort=effort,
-        sampling=openai_sampling(body),
+        sampling=sampling_of(body, context.vocab),
+        logprobs=_logprobs(body),
         max_tokens=body.max_tokens,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),
         text=prompt if raw else None,
     )
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Ask(request, bool(body.stream), lambda number: CompletionAnswer(number, request.model, include_usage))
+    return Ask(request, bool(body.stream), lambda number: CompletionAnswer(number, request, include_usage))
+
+
+def _logprobs(body: CompletionRequest) -> int | None:
+    """How many alternatives each token comes with; 0 and true: none; None: the tokens are not wanted."""
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    return 0 if body.logprobs is True else check_top(body.logprobs, "logprobs")
 
 
 def _prompt(prompt: str | list[Any]) -> str:
@@ -67,12 +77,6 @@ def _check_supported(body: CompletionRequest) -> None:
         raise refuse("echo", "the answer is only what follows the prompt")
     if body.suffix:
         raise refuse("suffix", "the model cannot fill a gap")
-    # 0 asks for the log probabilities of the sampled tokens.
-    if body.logprobs is not None and body.logprobs is not False:
-        raise refuse("logprobs", "this version does not report them")
-    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(body, name):
-            raise refuse(name, "this version samples without it")
 
 
 # ---- the answer -----------------------------------------------------------------------------------------------------
@@ -83,13 +87,15 @@ class CompletionAnswer:
 
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, number: int, model: str, include_usage: bool) -> None:
-        self._base = {"id": f"cmpl-{number}", "object": "text_completion", "created": int(time.time()), "model": model}
+    def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
+        head = {"id": f"cmpl-{number}", "object": "text_completion", "created": int(time.time())}
+        self._base = {**head, "model": request.model}
+        self._logprobs = None if request.logprobs is None else CompletionLogprobs()
         self._include_usage = include_usage
 
     def whole(self, reply: Done) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        choice = _choice(reply.whole.text, reply.reason)
+        choice = self._choice(reply.whole.text, reply.reason, reply.logprobs)
         return {**self._base, "choices": [choice], "usage": usage_object(reply.usage)}
 
     def opened(self) -> bytes:
@@ -102,7 +108,12 @@ class CompletionAnswer:
 
     def events(self, reply: Events) -> bytes:
         """One chunk for each piece of text."""
-        return b"".join(self._chunk(event.text) for event in reply.events if isinstance(event, TextDelta))
+        chunks, tokens = [], reply.logprobs
+        for event in reply.events:
+            if isinstance(event, TextDelta):
+                chunks.append(self._chunk(event.text, tokens=tokens))
+                tokens = ()
+        return b"".join(chunks)
 
     def done(self, reply: Done) -> bytes:
         """The finish, the usage if it was asked for, and the end mark."""
@@ -115,13 +126,13 @@ class CompletionAnswer:
         """An error event; nothing follows it."""
         return frame(ApiError(reply.status, reply.message).openai())
 
-    def _chunk(self, text: str, finish: str | None = None) -> bytes:
+    def _chunk(self, text: str, finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
         usage = {"usage": None} if self._include_usage else {}
-        return frame({**self._base, "choices": [_choice(text, finish)], **usage})
+        return frame({**self._base, "choices": [self._choice(text, finish, tokens)], **usage})
 
-
-def _choice(text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+    def _choice(self, text: str, finish: str | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        logprobs = self._logprobs.write(tokens) if self._logprobs else None
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 API = Api("/v1/completions", "An answer to one prompt", CompletionRequest, parse, "prompt")

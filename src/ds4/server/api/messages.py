@@ -82,7 +82,7 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         content_schema=schema,
         thinking=thinking,
         effort=effort,
-        sampling=sampling_of({name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}),
+        sampling=sampling_of(body, context.vocab),
         max_tokens=body.max_tokens,
         stop=stops_of(body.stop_sequences),
         call_prefix="toolu_",

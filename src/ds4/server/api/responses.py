@@ -11,12 +11,13 @@ from ds4.chat.message import Message
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
-from ds4.server.api.common import check_effort, malformed, openai_sampling, openai_thinking, refuse, validate
+from ds4.server.api.common import check_effort, malformed, openai_thinking, refuse, sampling_of, validate
 from ds4.server.api.demands import calls_of, format_of
 from ds4.server.api.responses_input import found_tools, read_input
 from ds4.server.api.responses_output import OutputWriter, WireEvent, new_id
 from ds4.server.api.responses_types import ReasoningOption, ResponsesRequest
 from ds4.server.api.results import RESPONSES_WORDS, complete_history, previous_turn
+from ds4.server.api.token_logprobs import check_top
 from ds4.server.bodies import frame
 from ds4.server.constraints import Schema, strict_names
 from ds4.server.errors import ApiError
@@ -55,7 +56,8 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         strict=strict_names(tools, config.strict_tools),
         content_schema=_format(body),
         effort=effort,
-        sampling=openai_sampling(body),
+        sampling=sampling_of(body, context.vocab),
+        logprobs=_logprobs(body),
         max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
         streamed=bool(body.stream),
         response_id=new_id("resp_"),
@@ -76,18 +78,19 @@ def _check_supported(body: ResponsesRequest) -> None:
         raise refuse("prompt", "this server keeps no prompt templates; send input and instructions")
     if body.n is not None and body.n != 1:
         raise refuse("n", "this version gives one answer")
-    for name in ("logprobs", "top_logprobs"):
-        if getattr(body, name):
-            raise refuse(name, "this version does not report them")
-    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(body, name):
-            raise refuse(name, "this version samples without it")
 
 
 def _format(body: ResponsesRequest) -> Schema | None:
     """The schema of the text; clients of chat's habits write the field as there."""
     given = format_of(body.text.format if body.text else None, "text.format")
     return format_of(body.response_format, "response_format") if given is None else given
+
+
+def _logprobs(body: ResponsesRequest) -> int | None:
+    """How many alternatives each token comes with; None: the tokens are not wanted."""
+    top = check_top(body.top_logprobs, "top_logprobs")
+    included = isinstance(body.include, list) and "message.output_text.logprobs" in body.include
+    return top if top or included or body.logprobs else None
 
 
 def _tools(tools: Sequence[Mapping[str, Any]] | None, param: str) -> tuple[ToolSchema, ...]:
@@ -145,9 +148,9 @@ def _echo(body: ResponsesRequest, request: ChatRequest) -> dict[str, Any]:
         "text": {"format": _format_object(body), **({"verbosity": verbosity} if verbosity else {})},
         "temperature": request.sampling.temperature,
         "top_p": request.sampling.top_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "top_logprobs": 0,
+        "presence_penalty": request.sampling.presence_penalty,
+        "frequency_penalty": request.sampling.frequency_penalty,
+        "top_logprobs": request.logprobs or 0,
         "max_output_tokens": request.max_tokens,
         "max_tool_calls": body.max_tool_calls if type(body.max_tool_calls) is int else None,
         "truncation": "disabled",
@@ -197,7 +200,7 @@ class ResponsesAnswer:
         answer = reply.whole
         # Calls that cannot be read are text here, and text is a normal end.
         unreadable = reply.reason == "error" and answer.text != reply.message.text
-        self._writer.write(_events_of(answer), [call.id for call in answer.tool_calls])
+        self._writer.write(_events_of(answer), [call.id for call in answer.tool_calls], reply.logprobs)
         if reply.reason == "error" and not unreadable:
             self._writer.abandon()
             return self._failure(malformed(reply).message, reply.usage)
@@ -214,7 +217,7 @@ class ResponsesAnswer:
 
     def events(self, reply: Events) -> bytes:
         """The events of the items."""
-        return self._frames(self._writer.write(reply.events, reply.call_ids))
+        return self._frames(self._writer.write(reply.events, reply.call_ids, reply.logprobs))
 
     def done(self, reply: Done) -> bytes:
         """The end of the last item, and the whole response."""

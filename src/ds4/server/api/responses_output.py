@@ -17,6 +17,8 @@ from ds4.chat import json_text
 from ds4.chat.events import ArgumentsDelta, CallBegin, Event, ReasoningDelta, TextDelta
 from ds4.chat.message import Message
 from ds4.chat.tools import ToolSchema
+from ds4.server.api.token_logprobs import logprob_objects, without_bytes
+from ds4.server.logprobs import TokenLogprob
 
 WireEvent = tuple[str, Mapping[str, Any]]
 
@@ -92,23 +94,34 @@ class _Reasoning(_Item):
 class _Text(_Item):
     prefix = "msg_"
 
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._logprobs: list[dict[str, Any]] = []
+        self._fresh = 0  # those that no event has told
+
+    def take(self, tokens: Sequence[TokenLogprob]) -> None:
+        """Take the tokens of the text that comes next."""
+        self._logprobs += logprob_objects(tokens)
+        self._fresh += len(tokens)
+
     def value(self) -> dict[str, Any]:
         content = [self._part()] if self.pieces or self.ended else []
         return {"id": self.id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def begin(self) -> list[WireEvent]:
         return [*super().begin(), self.event("content_part.added", content_index=0, part=self._part())]
 
     def write(self, text: str) -> list[WireEvent]:
         super().write(text)
-        return [self.event("output_text.delta", content_index=0, delta=text, logprobs=[])]
+        fresh, self._fresh = self._logprobs[len(self._logprobs) - self._fresh :], 0
+        return [self.event("output_text.delta", content_index=0, delta=text, logprobs=without_bytes(fresh))]
 
     def end(self, status: str) -> list[WireEvent]:
         return [
-            self.event("output_text.done", content_index=0, text=self.text, logprobs=[]),
+            self.event("output_text.done", content_index=0, text=self.text, logprobs=without_bytes(self._logprobs)),
             self.event("content_part.done", content_index=0, part=self._part()),
             *super().end(status),
         ]
@@ -205,15 +218,18 @@ class OutputWriter:
         """All items as they are now."""
         return [item.value() for item in self._items]
 
-    def write(self, events: Sequence[Event], call_ids: Sequence[str]) -> list[WireEvent]:
-        """Take more of the answer; returns what a client sees of it."""
+    def write(
+        self, events: Sequence[Event], call_ids: Sequence[str], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[WireEvent]:
+        """Take more of the answer, and the tokens of its text; returns what a client sees of it."""
         out: list[WireEvent] = []
         for event in events:
             if isinstance(event, ReasoningDelta):
                 if self._reasoning_shown:
                     out += self._grow(_Reasoning, event.text)
             elif isinstance(event, TextDelta):
-                out += self._grow(_Text, event.text)
+                out += self._grow(_Text, event.text, logprobs)
+                logprobs = ()
             elif isinstance(event, CallBegin):
                 out += self._open(self._new_call(event.name, call_ids[event.index]))
             elif isinstance(event, ArgumentsDelta):
@@ -244,11 +260,16 @@ class OutputWriter:
             return []
         return self._close("incomplete")
 
-    def _grow(self, kind: type[_Reasoning] | type[_Text], text: str) -> list[WireEvent]:
+    def _grow(
+        self, kind: type[_Reasoning] | type[_Text], text: str, logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[WireEvent]:
         if not text:
             return []
         begin = [] if self._items and type(self._items[-1]) is kind else self._open(kind(len(self._items)))
-        return begin + self._items[-1].write(text)
+        item = self._items[-1]
+        if isinstance(item, _Text):
+            item.take(logprobs)
+        return begin + item.write(text)
 
     def _open(self, item: _Item) -> list[WireEvent]:
         out = self._close("completed")

@@ -42,13 +42,14 @@ class ResponsesRequest(OpenAIRequest):
     max_tokens: Count | None = None
     reasoning: ReasoningOption | None = None
     text: TextOption | None = None
+    include: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Truncated | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    logprobs: bool | None = None
-    top_logprobs: Truncated | None = None
 
     # They change nothing and come back as they were sent.
     metadata: Any = None
