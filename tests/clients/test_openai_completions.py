@@ -57,7 +57,7 @@ def test_reasoning_is_not_part_of_the_text() -> None:
 
 def test_what_it_cannot_do_is_an_error_that_names_the_field() -> None:
     with scripted(line("</think>", "x"), ctx=64) as server:
-        for field, value in (("n", 2), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 25)):
+        for field, value in (("n", 20), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 25)):
             with pytest.raises(openai.BadRequestError, match=field) as caught:
                 server.client.completions.create(model="m", prompt="x", **{field: value})  # type: ignore[call-overload]
             assert caught.value.param == field

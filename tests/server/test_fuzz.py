@@ -50,6 +50,7 @@ LIKELY: dict[str, Any] = {
         {"type": st.sampled_from(["text", "json_object", "json_schema"])},
         optional={"json_schema": st.fixed_dictionaries({"schema": JSON})},
     ),
+    "n": st.integers(1, 3),
     "logprobs": st.booleans(),
     "top_logprobs": st.integers(-1, 21),
     "logit_bias": st.dictionaries(st.integers(-1, 3000).map(str), st.integers(-101, 101), max_size=3),

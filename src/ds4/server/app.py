@@ -114,7 +114,7 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         exchange.close()
         if isinstance(end, Failed):
             raise ApiError(end.status, end.message)
-        return JsonResponse(writer.whole(end))
+        return JsonResponse(writer.whole(*end))
 
     return answer
 

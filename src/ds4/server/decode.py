@@ -57,6 +57,10 @@ class Chooser(Protocol):
         """What chooses the tokens of a second attempt at the same answer."""
         ...
 
+    def other(self, session: Session, number: int) -> Chooser:
+        """What chooses the tokens of a further answer to the same prompt; `number`: from 1."""
+        ...
+
 
 ChooserFactory = Callable[[Session, Sampling], Chooser]
 
@@ -64,8 +68,8 @@ ChooserFactory = Callable[[Session, Sampling], Chooser]
 class SamplingChooser:
     """Samples from the logits."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampler = Sampler(sampling)
+    def __init__(self, sampling: Sampling, number: int = 0) -> None:
+        self._sampler = Sampler(sampling, number)
         self._masks: dict[frozenset[int], Tensor] = {}
         self._skipped: list[int] = []
 
@@ -99,6 +103,10 @@ class SamplingChooser:
     def again(self, session: Session) -> Chooser:
         """See `Chooser`; the stream of random numbers goes on, so that the attempts differ."""
         return self
+
+    def other(self, session: Session, number: int) -> Chooser:
+        """See `Chooser`; it draws random numbers of its own."""
+        return SamplingChooser(self._sampler.sampling, number)
 
     def _allowed(self, vocab: int, forbidden: frozenset[int]) -> Tensor:
         mask = self._masks.get(forbidden)
@@ -156,10 +164,11 @@ class Generation:
         trace: Trace,
         first: Earlier | None = None,
         constraint: Constraint | None = None,
+        index: int = 0,
     ) -> None:
         """`opened`: the prompt's last token. `limit`: most tokens. `first`: the attempt that this one continues.
 
-        `constraint`: one by the rules of this answer.
+        `constraint`: one by the rules of this answer. `index`: which of several answers this is.
         """
         self.number, self.request, self.session = number, request, session
         self.fresh: list[int] = []
@@ -186,6 +195,7 @@ class Generation:
         )
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
+        self._mark = {"choice": index} if request.n > 1 else {}
         self._recovered = False
         self._over = False
         self._text: list[bytes] = []
@@ -314,7 +324,7 @@ class Generation:
         if self._constraint is not None:
             self._constraint.injected(tokens)
         self._chooser.count(tokens)
-        self._trace.write(self.number, "inject", text=END_THINK_INJECTION)
+        self._trace.write(self.number, "inject", text=END_THINK_INJECTION, **self._mark)
         return self._parser.inject()
 
     def _end(self, reason: str) -> list[Event]:
@@ -345,4 +355,5 @@ class Generation:
             greedy=greedy,
             state=self._state.state.value,
             allowed=allowed,
+            **self._mark,
         )

@@ -87,12 +87,17 @@ class Exchange:
         finally:
             getter.cancel()
 
-    async def end(self) -> Done | Failed:
-        """The last reply; those before it are dropped. Raises ClientGoneError."""
+    async def end(self) -> list[Done] | Failed:
+        """The ends of all answers by index, or the failure; other replies are dropped. Raises ClientGoneError."""
+        ends: list[Done] = []
         while True:
             reply = await self.next()
-            if isinstance(reply, Done | Failed):
+            if isinstance(reply, Failed):
                 return reply
+            if isinstance(reply, Done):
+                ends.append(reply)
+                if not reply.left:
+                    return sorted(ends, key=lambda end: end.index)
 
     async def first(self, seconds: float) -> list[Reply]:
         """The replies up to the one that decides what is answered, or as many as there are after some seconds."""
@@ -159,7 +164,9 @@ class EventStream(Response):
             elif isinstance(reply, Events):
                 frames = answer.events(reply)
             elif isinstance(reply, Done):
-                return await write(answer.done(reply))
+                frames = answer.done(reply)
+                if not reply.left or reply.reason == "error":
+                    return await write(frames)
             elif isinstance(reply, Failed):
                 return await write(answer.failed(reply))
             elif loop.time() - quiet_since >= self._silence:

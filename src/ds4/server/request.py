@@ -41,6 +41,7 @@ class ChatRequest:
         thinking: whether the answer begins inside reasoning.
         effort: a level for `chat.render`, or None.
         sampling: how tokens are drawn.
+        n: how many answers are wanted, each drawn for itself.
         max_tokens: limit of the answer, or None for the server's.
         stop: strings that end the answer.
         logprobs: how many alternatives are told for each token of the text, or None to tell nothing.
@@ -64,6 +65,7 @@ class ChatRequest:
     thinking: bool = True
     effort: str | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
+    n: int = 1
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -144,23 +146,28 @@ class Events:
     Attributes:
         call_ids: the ids of all calls begun so far, by index.
         logprobs: the tokens whose text begins here, if the request wants to know.
+        index: which of several answers this is, from 0.
     """
 
     events: Sequence[Event]
     call_ids: Sequence[str]
     logprobs: Sequence[TokenLogprob] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a request that went well.
+    """The end of an answer that went well; of several answers each has its own.
 
     Attributes:
+        usage: of all answers that have ended so far.
         reason: `stop`, `length`, `tool_calls`, or `error` for tool calls that cannot be read.
         message: the whole answer, its calls with their ids; it is what the events add up to.
         stop_string: the stop string that ended it, if any.
         whole: for an `error`, the answer with all its text: what a client gets that has seen no events.
         logprobs: the tokens of its text, if the request wants to know.
+        index: which of several answers this is, from 0.
+        left: how many answers to the request have not ended yet.
     """
 
     reason: str
@@ -169,6 +176,8 @@ class Done:
     stop_string: str | None
     whole: Message
     logprobs: Sequence[TokenLogprob] = ()
+    index: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True)

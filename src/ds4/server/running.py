@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION
 from ds4.engine.session import Prefill
 from ds4.server.continuation import Plan
-from ds4.server.decode import Chooser, Generation
+from ds4.server.decode import Chooser, Ending, Generation
+from ds4.server.logprobs import TokenLogprob
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest, Job, Prompt, Usage
 from ds4.server.slots import Slot
@@ -27,9 +28,28 @@ _MIN_SYSTEM = 32
 
 @dataclass(eq=False)
 class TimedJob(Job):
-    """A job with the moment, on the worker's clock, at which it has taken too long."""
+    """A job as the worker keeps it.
+
+    Attributes:
+        deadline: the moment, on the worker's clock, at which it has taken too long.
+        ended: how many of its answers have ended well, and their tokens.
+        failed: its failure was delivered.
+    """
 
     deadline: float = inf
+    ended: int = 0
+    usage: Usage = Usage()  # noqa: RUF009  (frozen)
+    failed: bool = False
+
+    def end(self, usage: Usage) -> int:
+        """One more answer has ended with these tokens; returns how many are left."""
+        self.ended += 1
+        self.usage = replace(
+            usage,
+            completion=self.usage.completion + usage.completion,
+            reasoning=self.usage.reasoning + usage.reasoning,
+        )
+        return self.request.n - self.ended
 
 
 @dataclass(eq=False)
@@ -43,7 +63,7 @@ class Count:
 
 @dataclass(eq=False)
 class Running:
-    """A request that has a slot; it has a generation once its prompt is evaluated.
+    """A request that has a slot, or one of several answers to it; it has a generation once its prompt is evaluated.
 
     Attributes:
         boundaries: where its prompt gets checkpoints.
@@ -52,6 +72,7 @@ class Running:
         started, answering: when it was admitted, and when its prompt was evaluated.
         first, again: a second attempt continues this one, and its prompt is these tokens.
         prefill: the evaluation of `ids`, while it is under way.
+        index: which of several answers this is, from 0.
     """
 
     job: TimedJob
@@ -67,6 +88,18 @@ class Running:
     first: Earlier | None = None
     again: list[int] | None = None
     prefill: Prefill | None = None
+    index: int = 0
+
+    def fork(self, slot: Slot) -> Running:
+        """A further answer to its prompt, which is evaluated."""
+        index = self.index + 1
+        chooser = self.chooser.other(slot.session, index)
+        return replace(self, slot=slot, chooser=chooser, index=index, call_ids=[])
+
+    @property
+    def due(self) -> int:
+        """The answers that are to be forked from it once its prompt is evaluated."""
+        return 0 if self.generation or self.first or self.index else self.job.request.n - 1
 
     @property
     def ids(self) -> list[int]:
@@ -126,10 +159,27 @@ def trace_prompt(trace: Trace, job: Job, chosen: Plan) -> None:
         )
 
 
-def trace_end(trace: Trace, number: int, reason: str, message: Message, usage: Usage) -> None:
+def answer_of(running: Running, ending: Ending, keep_blocks: bool) -> tuple[Message, Message, tuple[TokenLogprob, ...]]:
+    """An answer that has ended: its message, with ids; what a client gets that saw no events; its text's tokens.
+
+    `keep_blocks`: the calls may be repeated as they were sampled.
+    """
+    calls = tuple(replace(call, id=id) for call, id in zip(ending.message.tool_calls, running.call_ids, strict=False))
+    message = replace(ending.message, tool_calls=calls, raw_dsml=ending.message.raw_dsml if keep_blocks else "")
+    generation = running.generation
+    if generation is None:
+        return message, message, ()
+    if message.complete or calls or ending.stop_string:
+        return message, message, generation.logprobs(whole=False)
+    return message, generation.whole_text(), generation.logprobs(whole=True)
+
+
+def trace_end(trace: Trace, running: Running, reason: str, message: Message) -> None:
     """Write what an answer was."""
     if not trace.active:
         return
+    number, usage = running.job.number, running.usage
+    mark = {"choice": running.index} if running.job.request.n > 1 else {}
     trace.write(
         number,
         "parse",
@@ -137,5 +187,6 @@ def trace_end(trace: Trace, number: int, reason: str, message: Message, usage: U
         content=message.text,
         calls=[{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls],
         problems=list(message.problems),
+        **mark,
     )
-    trace.write(number, "finish", reason=reason, usage=vars(usage))
+    trace.write(number, "finish", reason=reason, usage=vars(usage), **mark)

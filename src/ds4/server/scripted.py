@@ -410,6 +410,10 @@ class ScriptedChooser:
         """A second attempt takes the next line."""
         return self._again(session)
 
+    def other(self, session: Session, number: int) -> ScriptedChooser:
+        """So does a further answer."""
+        return self._again(session)
+
 
 class Script:
     """The lines in order; each generation takes the next one, and the last one repeats."""

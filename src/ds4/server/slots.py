@@ -187,9 +187,19 @@ class SlotTable:
         self.slots: list[Slot] = []
         self._clock = 0
 
-    def has_room(self) -> bool:
-        """Whether another request can get a slot now."""
-        return len(self.slots) < self.limit or any(not slot.busy for slot in self.slots)
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many answers more can get a slot now."""
+        return sum(slot.busy for slot in self.slots) + count <= self.limit
+
+    def fork(self, slot: Slot) -> Slot:
+        """A slot for another answer to what a busy one holds, now busy as well; there must be room for it."""
+        other = slot.fork()
+        if len(self.slots) >= self.limit:
+            self.drop(self._oldest())
+        self.slots.append(other)
+        other.busy = True
+        self.touch(other)
+        return other
 
     def take(self, wanted: Slot | None, whole: bool) -> Slot:
         """The slot for a request that continues `wanted` (None: nothing), now busy.

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from ds4.chat.events import CallBegin, Event
@@ -38,7 +38,7 @@ from ds4.server.request import (
     Reply,
     ShuttingDownError,
 )
-from ds4.server.running import Count, Running, TimedJob, boundaries, trace_end, trace_prompt
+from ds4.server.running import Count, Running, TimedJob, answer_of, boundaries, trace_end, trace_prompt
 from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
 from ds4.server.turns import Turn, TurnMemory
@@ -153,7 +153,7 @@ class Worker:
 
     def jobs(self) -> list[Job]:
         """The jobs that run now."""
-        return [running.job for running in [*self._prefilling, *self._decoding]]
+        return list(dict.fromkeys(running.job for running in [*self._prefilling, *self._decoding]))
 
     def sessions(self) -> list[Session]:
         """The live sessions; only while the worker is idle may they be looked at."""
@@ -285,7 +285,8 @@ class Worker:
         while True:
             with self._changed:
                 self._leave_queue()
-                if not self._waiting or not self._slots.has_room():
+                promised = sum(running.due for running in self._prefilling)
+                if not self._waiting or not self._slots.has_room(self._waiting[0].request.n + promised):
                     return
                 job = self._waiting.popleft()
             try:
@@ -369,6 +370,17 @@ class Worker:
             self._begin_answer(running)
 
     def _begin_answer(self, running: Running) -> None:
+        """The prompt is evaluated: write the answer, and further ones from the same state."""
+        forks, last = [], running
+        for _ in range(running.due):
+            last = last.fork(self._slots.fork(running.slot))
+            forks.append(last)
+        self._prefilling.remove(running)
+        for answer in (running, *forks):
+            self._decoding.append(answer)
+            self._open(answer)
+
+    def _open(self, running: Running) -> None:
         job, session = running.job, running.slot.session
         running.answering = running.answering or time.monotonic()
         running.generation = Generation(
@@ -384,11 +396,10 @@ class Worker:
             trace=self.trace,
             first=running.first,
             constraint=job.prompt.constraint,
+            index=running.index,
         )
-        if running.first is None:
+        if running.first is None and not running.index:
             log.info("request %d prompt done in %.2f s", job.number, running.answering - running.started)
-        self._prefilling.remove(running)
-        self._decoding.append(running)
 
     def _room(self, request: ChatRequest, tokens: int) -> int:
         """Most tokens that may be sampled behind so many."""
@@ -464,27 +475,18 @@ class Worker:
             if isinstance(event, CallBegin):
                 running.call_ids.append(self.replay.new_id(running.job.request.call_prefix, running.call_ids))
         logprobs = running.generation.take_logprobs() if running.generation else ()
-        self._deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs))
+        self._deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs, running.index))
 
     def _finish(self, running: Running, ending: Ending) -> None:
         job, slot = running.job, running.slot
-        calls = tuple(
-            replace(call, id=id) for call, id in zip(ending.message.tool_calls, running.call_ids, strict=False)
-        )
-        message = replace(ending.message, tool_calls=calls)
-        if calls and message.raw_dsml and self.config.replay:
+        message, whole, logprobs = answer_of(running, ending, self.config.replay)
+        calls = message.tool_calls
+        if calls and message.raw_dsml:
             # Before the client has the ids: it may send them back at once.
             try:
                 self.replay.put(calls, message.raw_dsml)
             except Exception:
                 log.exception("request %d: its calls cannot be repeated", job.number)
-        if not self.config.replay:
-            message = replace(message, raw_dsml="")
-        whole, generation = message, running.generation
-        reread = generation is not None and not (message.complete or calls or ending.stop_string)
-        if generation is not None and reread:
-            whole = generation.whole_text()
-        logprobs = generation.logprobs(reread) if generation else ()
         self._remember(job, ending, message, whole)
         usage = running.usage
         speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
@@ -492,8 +494,10 @@ class Worker:
             "request %d finish=%s prompt=%d reused=%d completion=%d %.1f tokens/s",
             job.number, ending.reason, usage.prompt, usage.reused, usage.completion, speed,
         )  # fmt: skip
-        trace_end(self.trace, job.number, ending.reason, message, usage)
-        self._deliver(job, Done(ending.reason, message, usage, ending.stop_string, whole, logprobs))
+        trace_end(self.trace, running, ending.reason, message)
+        left = job.end(usage)
+        done = Done(ending.reason, message, job.usage, ending.stop_string, whole, logprobs, running.index, left)
+        self._deliver(job, done)
         # The answer is out; what follows only makes the next one cheaper.
         try:
             if ending.bindable or (ending.reason == "tool_calls" and ending.stop_string is None):
@@ -532,12 +536,21 @@ class Worker:
             # A step that broke off leaves a state nobody should continue.
             self._slots.drop(running.slot)
         finally:
-            self._deliver(running.job, Failed(status, message))
+            self._deliver_failure(running.job, status, message)
 
-    def _refuse(self, job: Job, status: int, message: str) -> None:
+    def _deliver_failure(self, job: TimedJob, status: int, message: str) -> None:
+        """Once for all answers to a request; those that are still being written end with the next step."""
+        if job.failed:
+            return
+        job.failed = True
+        self._deliver(job, Failed(status, message))
+        if job.request.n > 1:
+            job.cancel()
+
+    def _refuse(self, job: TimedJob, status: int, message: str) -> None:
         """The failure of a request that holds nothing."""
         self.trace.write(job.number, "error", message=message)
-        self._deliver(job, Failed(status, message))
+        self._deliver_failure(job, status, message)
 
     def _release(self, running: Running) -> None:
         if running in self._prefilling:

@@ -33,8 +33,8 @@ class ApiContext:
 class Answer(Protocol):
     """The answer to one request on the wire: a stream of frames, or one body.
 
-    Of a stream, `opened` comes first, `admitted` before everything else that the worker replies, and `done` or
-    `failed` is the last.
+    Of a stream, `opened` comes first, `admitted` before everything else that the worker replies. The last `done`, or
+    `failed`, ends it.
     """
 
     keep_alive: bytes
@@ -52,15 +52,15 @@ class Answer(Protocol):
         ...
 
     def done(self, reply: Done) -> bytes:
-        """The frames of the end."""
+        """The frames of the end; of several answers each has one."""
         ...
 
     def failed(self, reply: Failed) -> bytes:
         """The frames of a failure after the first byte."""
         ...
 
-    def whole(self, reply: Done) -> dict[str, Any]:
-        """The body of an answer that is not streamed. Raises ApiError if what was generated is no answer."""
+    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
+        """The body of an answer, or of several, that are not streamed. Raises ApiError if this is none."""
         ...
 
 

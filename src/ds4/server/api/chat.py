@@ -13,7 +13,16 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat_types import ChatCompletionRequest
-from ds4.server.api.common import check_effort, malformed, openai_thinking, refuse, sampling_of, stops_of, validate
+from ds4.server.api.common import (
+    check_effort,
+    count_of,
+    malformed,
+    openai_thinking,
+    refuse,
+    sampling_of,
+    stops_of,
+    validate,
+)
 from ds4.server.api.demands import calls_of, format_of
 from ds4.server.api.token_logprobs import check_top, logprob_objects
 from ds4.server.bodies import frame
@@ -50,6 +59,7 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         effort=effort,
         sampling=sampling_of(body, context.vocab),
         logprobs=_logprobs(body),
+        n=count_of(body.n, config),
         max_tokens=limit,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),
@@ -60,8 +70,6 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
 
 def _check_supported(body: ChatCompletionRequest) -> None:
     """Refuse what would silently be missing from the answer."""
-    if body.n is not None and body.n != 1:
-        raise refuse("n", "this version gives one answer")
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
             raise refuse(name, "use tools and tool_choice")
@@ -157,11 +165,16 @@ class ChatAnswer:
 
     def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
         self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": request.model}
-        self._logprobs = request.logprobs is not None
+        self._logprobs, self._count = request.logprobs is not None, request.n
         self._include_usage = include_usage
 
-    def whole(self, reply: Done) -> dict[str, Any]:
+    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+        ends = (reply, *others)
+        usage = usage_object(max(ends, key=lambda end: -end.left).usage)
+        return {"object": "chat.completion", **self._base, "choices": [*map(self._choice, ends)], "usage": usage}
+
+    def _choice(self, reply: Done) -> dict[str, Any]:
         answer = reply.whole
         # Calls that cannot be read are text here, and text is a normal end.
         unreadable = reply.reason == "error" and answer.text != reply.message.text
@@ -172,12 +185,12 @@ class ChatAnswer:
             message["tool_calls"] = [_call_object(call) for call in answer.tool_calls]
         finish = "stop" if unreadable else reply.reason
         logprobs = _logprobs_object(reply.logprobs) if self._logprobs else None
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}
-        return {"object": "chat.completion", **self._base, "choices": [choice], "usage": usage_object(reply.usage)}
+        return {"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opened(self) -> bytes:
         """The chunk that names the role."""
-        return self._chunk({"role": "assistant", "content": ""})
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, role) for index in range(self._count))
 
     def admitted(self, reply: Admitted) -> bytes:
         """Nothing."""
@@ -188,7 +201,7 @@ class ChatAnswer:
         chunks, tokens = [], reply.logprobs
         for delta in _deltas(reply):
             shown = tokens if "content" in delta else ()
-            chunks.append(self._chunk(delta, tokens=shown))
+            chunks.append(self._chunk(reply.index, delta, tokens=shown))
             tokens = () if shown else tokens
         return b"".join(chunks)
 
@@ -196,7 +209,9 @@ class ChatAnswer:
         """The finish, the usage if it was asked for, and the end mark."""
         if reply.reason == "error":
             return self.failed(malformed(reply))
-        frames = self._chunk({}, reply.reason)
+        frames = self._chunk(reply.index, {}, reply.reason)
+        if reply.left:
+            return frames
         if self._include_usage:
             frames += self._frame({"choices": [], "usage": usage_object(reply.usage)})
         return frames + b"data: [DONE]\n\n"
@@ -205,9 +220,11 @@ class ChatAnswer:
         """An error event; nothing follows it."""
         return frame(ApiError(reply.status, reply.message).openai())
 
-    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
+    def _chunk(
+        self, index: int, delta: Mapping[str, Any], finish: str | None = None, tokens: Sequence[TokenLogprob] = ()
+    ) -> bytes:
         logprobs = _logprobs_object(tokens) if self._logprobs and tokens else None
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return self._frame({"choices": [choice], **({"usage": None} if self._include_usage else {})})
 
     def _frame(self, value: Mapping[str, Any]) -> bytes:

@@ -52,12 +52,10 @@ class OpenAIRequest(Body):
     stream: bool | None = None
     thinking: bool | ThinkingOption | None = None
     think: bool | None = None
+    n: Truncated | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-
-    # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
-    n: Truncated | None = None
 
 
 class ChatCompletionRequest(OpenAIRequest):

@@ -114,6 +114,14 @@ def sampling_of(body: BaseModel, vocab: int) -> Sampling:
     return Sampling(**given)
 
 
+def count_of(n: int | None, config: ServerConfig) -> int:
+    """How many answers are wanted. Raises ApiError 400 for more than can be written at once."""
+    if n is not None and not 1 <= n <= config.max_sessions:
+        text = f"n is {n}; it must be from 1 to {config.max_sessions}, the conversations kept live (--max-sessions)"
+        raise ApiError(400, text, param="n")
+    return n or 1
+
+
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     """Stop strings without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)

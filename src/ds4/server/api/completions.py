@@ -10,7 +10,7 @@ from ds4.chat.events import TextDelta
 from ds4.chat.message import Message
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.chat import usage_object
-from ds4.server.api.common import check_effort, openai_thinking, refuse, sampling_of, stops_of, validate
+from ds4.server.api.common import check_effort, count_of, openai_thinking, refuse, sampling_of, stops_of, validate
 from ds4.server.api.completions_types import CompletionRequest
 from ds4.server.api.token_logprobs import CompletionLogprobs, check_top
 from ds4.server.bodies import frame
@@ -39,6 +39,7 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         effort=effort,
         sampling=sampling_of(body, context.vocab),
         logprobs=_logprobs(body),
+        n=count_of(body.n, config),
         max_tokens=body.max_tokens,
         stop=stops_of(body.stop),
         streamed=bool(body.stream),
@@ -70,9 +71,8 @@ def _prompt(prompt: str | list[Any]) -> str:
 
 def _check_supported(body: CompletionRequest) -> None:
     """Refuse what would silently be missing from the answer."""
-    for name in ("n", "best_of"):
-        if getattr(body, name) not in (None, 1):
-            raise refuse(name, "this version gives one answer")
+    if body.best_of not in (None, body.n or 1):
+        raise refuse("best_of", "all n answers are given")
     if body.echo:
         raise refuse("echo", "the answer is only what follows the prompt")
     if body.suffix:
@@ -90,13 +90,15 @@ class CompletionAnswer:
     def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
         head = {"id": f"cmpl-{number}", "object": "text_completion", "created": int(time.time())}
         self._base = {**head, "model": request.model}
-        self._logprobs = None if request.logprobs is None else CompletionLogprobs()
+        self._logprobs = [] if request.logprobs is None else [CompletionLogprobs() for _ in range(request.n)]
         self._include_usage = include_usage
 
-    def whole(self, reply: Done) -> dict[str, Any]:
+    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        choice = self._choice(reply.whole.text, reply.reason, reply.logprobs)
-        return {**self._base, "choices": [choice], "usage": usage_object(reply.usage)}
+        ends = (reply, *others)
+        choices = [self._choice(end.index, end.whole.text, end.reason, end.logprobs) for end in ends]
+        usage = usage_object(max(ends, key=lambda end: -end.left).usage)
+        return {**self._base, "choices": choices, "usage": usage}
 
     def opened(self) -> bytes:
         """Nothing."""
@@ -111,13 +113,15 @@ class CompletionAnswer:
         chunks, tokens = [], reply.logprobs
         for event in reply.events:
             if isinstance(event, TextDelta):
-                chunks.append(self._chunk(event.text, tokens=tokens))
+                chunks.append(self._chunk(reply.index, event.text, tokens=tokens))
                 tokens = ()
         return b"".join(chunks)
 
     def done(self, reply: Done) -> bytes:
         """The finish, the usage if it was asked for, and the end mark."""
-        frames = self._chunk("", reply.reason)
+        frames = self._chunk(reply.index, "", reply.reason)
+        if reply.left:
+            return frames
         if self._include_usage:
             frames += frame({**self._base, "choices": [], "usage": usage_object(reply.usage)})
         return frames + b"data: [DONE]\n\n"
@@ -126,13 +130,13 @@ class CompletionAnswer:
         """An error event; nothing follows it."""
         return frame(ApiError(reply.status, reply.message).openai())
 
-    def _chunk(self, text: str, finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
+    def _chunk(self, index: int, text: str, finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
         usage = {"usage": None} if self._include_usage else {}
-        return frame({**self._base, "choices": [self._choice(text, finish, tokens)], **usage})
+        return frame({**self._base, "choices": [self._choice(index, text, finish, tokens)], **usage})
 
-    def _choice(self, text: str, finish: str | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        logprobs = self._logprobs.write(tokens) if self._logprobs else None
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(self, index: int, text: str, finish: str | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        logprobs = self._logprobs[index].write(tokens) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 API = Api("/v1/completions", "An answer to one prompt", CompletionRequest, parse, "prompt")

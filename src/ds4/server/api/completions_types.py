@@ -17,6 +17,7 @@ class CompletionRequest(OpenAIRequest):
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
+    n: Truncated | None = None
     logprobs: bool | Truncated | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.

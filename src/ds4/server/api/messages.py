@@ -343,7 +343,7 @@ class MessagesAnswer:
         self._open = ""  # the type of the open block
         self._visible = False  # there was more than thinking
 
-    def whole(self, reply: Done) -> dict[str, Any]:
+    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         answer = reply.whole
         if reply.reason == "error" and not (answer.text or answer.tool_calls):

@@ -77,7 +77,7 @@ def _check_supported(body: ResponsesRequest) -> None:
     if body.prompt is not None:
         raise refuse("prompt", "this server keeps no prompt templates; send input and instructions")
     if body.n is not None and body.n != 1:
-        raise refuse("n", "this version gives one answer")
+        raise refuse("n", "a response is one answer; send several requests")
 
 
 def _format(body: ResponsesRequest) -> Schema | None:
@@ -195,7 +195,7 @@ class ResponsesAnswer:
         self._writer = OutputWriter(tools, reasoning_shown)
         self._sequence = 0
 
-    def whole(self, reply: Done) -> dict[str, Any]:
+    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
         """The body of an answer that is not streamed: the same items as a stream has."""
         answer = reply.whole
         # Calls that cannot be read are text here, and text is a normal end.
