@@ -10,6 +10,7 @@ import pytest
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving
 from worker_harness import Gate, last, look_until, move, replies_to, request, scripted_worker, timed_worker
 
+from ds4.chat.tools import tool_schemas
 from ds4.server.config import ServerConfig
 from ds4.server.request import Done, Events, Failed, Reply
 from ds4.server.worker import Backend
@@ -196,6 +197,19 @@ def test_one_failure_ends_all_answers_once(failing: int) -> None:
     assert replied.empty()
     assert not any(slot.busy for slot in worker._slots.slots)
     assert isinstance(last(*replies_to(worker, request("again"))), Done)
+    assert worker.stop(10)
+
+
+def test_a_failure_of_one_answer_alone_ends_the_others() -> None:
+    bad = line("\n\n", "<", "｜DSML｜", "tool_calls", ">\n", "Oh.")
+    endless = line("a", then="repeat")
+    worker = scripted_worker(endless, bad, line("b", fail_prefill_at=1), line("fine"))
+    (replied,) = replies_to(worker, request("hi", tokens=1500, n=2, tools=tool_schemas([WEATHER])))
+    worker.start()
+    assert isinstance(last(replied), Failed)
+    assert worker.wait_idle(30)
+    assert replied.empty()
+    assert not any(slot.busy for slot in worker._slots.slots)
     assert worker.stop(10)
 
 

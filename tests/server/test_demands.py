@@ -10,9 +10,11 @@ from typing import Any
 import anthropic
 import pytest
 from pydantic import BaseModel
-from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving
+from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving, tokenizer
 
+from ds4.chat.dsml import END_THINK_INJECTION
 from ds4.server.config import ServerConfig
+from ds4.server.scripted import ScriptedChooser
 from ds4.server.worker import Backend
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -86,11 +88,17 @@ def test_no_parallel_calls_is_one_call_in_one_block() -> None:
         assert names(choice_of(server, tool_choice="required")) == ["get_time", "get_time"]
 
 
-def test_a_call_begun_in_the_reasoning_is_a_call_that_had_to_come() -> None:
-    with scripted(obeying("Hm.", *NOW[:5], *NOW[1:])) as server:
+def test_a_call_begun_in_the_reasoning_is_a_call_that_had_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server closes the reasoning; from there on nothing but the call may come."""
+    counted: list[int] = []
+    monkeypatch.setattr(ScriptedChooser, "count", lambda self, tokens: counted.extend(tokens))
+    with scripted(obeying("Hm.", *NOW[:5], "No", *NOW[1:])) as server:
         choice = choice_of(server, tool_choice="required")
         assert names(choice) == ["get_time"]
         assert choice["message"]["reasoning_content"].startswith("Hm.")
+        assert not choice["message"]["content"]
+    # They count for the penalties like sampled ones.
+    assert counted == tokenizer().encode_chat(END_THINK_INJECTION)
 
 
 def test_anthropic_clients_force_calls() -> None:

@@ -52,6 +52,7 @@ def whole(server: Running, **body: Any) -> dict[str, Any]:
         (["</think>", "Look.", *call_pieces(("get_weather", []))], {"tools": [WEATHER]}, ["Look."]),
         (["</think>", *call_pieces(("get_weather", []))], {"tools": [WEATHER]}, []),
         (["only reasoning"], {}, []),
+        (["<think", ">", "hm", "</think>", "Hi"], {"thinking": False}, ["Hi"]),
         (["</think>", "base64:4p4=", "base64:mA==", "!"], {}, None),
     ],
 )
