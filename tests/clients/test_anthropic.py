@@ -11,8 +11,8 @@ import pytest
 from server_harness import Running, call_pieces, line, random_engine, scripted, serving
 
 from ds4.engine import Session
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.worker import Backend
 
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 WEATHER = {

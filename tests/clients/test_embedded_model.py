@@ -12,8 +12,8 @@ import pytest
 from server_harness import Running, serving
 
 import ds4
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.worker import Backend
 
 WEATHER = {
     "type": "function",

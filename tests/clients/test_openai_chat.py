@@ -11,8 +11,8 @@ import pytest
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving, tokenizer
 
 from ds4.engine import Session
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.worker import Backend
 from ds4.tokenizer import Tokenizer
 
 GREEDY: dict[str, Any] = {"model": "ds4-tiny", "temperature": 0, "max_tokens": 24}

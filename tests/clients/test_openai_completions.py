@@ -9,8 +9,8 @@ import openai
 import pytest
 from server_harness import Running, line, random_engine, scripted, serving
 
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.worker import Backend
 
 GREEDY: dict[str, Any] = {"model": "ds4-tiny", "temperature": 0, "max_tokens": 16}
 

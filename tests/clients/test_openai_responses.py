@@ -14,8 +14,8 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseR
 from pydantic import BaseModel
 from server_harness import Running, call_pieces, line, random_engine, scripted, serving
 
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.worker import Backend
 
 WEATHER: Any = {
     "type": "function",

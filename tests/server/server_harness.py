@@ -20,12 +20,13 @@ from ds4.engine import Engine, EngineConfig
 from ds4.engine.loading import from_tensors
 from ds4.gguf.shape import Shape, expected_tensors
 from ds4.server.app import create_app
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.main import listen
 from ds4.server.scripted import read_script, scripted_backend
 from ds4.server.serve import http_config
 from ds4.server.trace import Trace
-from ds4.server.worker import Backend, Worker
+from ds4.server.worker import Worker
 from ds4.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parents[2] / "tools" / "tiny" / "tokenizer.json"

@@ -17,9 +17,10 @@ from ds4.chat.template import ASSISTANT, EOS, THINK
 from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.engine import Sampling, Session
 from ds4.engine.sampling import Choice
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.request import ChatRequest, Done, Failed, Reply
-from ds4.server.worker import Backend, Worker
+from ds4.server.worker import Worker
 
 MARK, THINK_MARK, END = (b"\xff" + text.encode() for text in (ASSISTANT, THINK, EOS))
 TOOLS = tool_schemas([WEATHER])

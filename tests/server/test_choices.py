@@ -11,9 +11,9 @@ from server_harness import WEATHER, Running, call_pieces, line, random_engine, s
 from worker_harness import Gate, last, look_until, move, replies_to, request, scripted_worker, timed_worker
 
 from ds4.chat.tools import tool_schemas
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.request import Done, Events, Failed, Reply
-from ds4.server.worker import Backend
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 THREE = [line("</think>", "one", ".", "."), line("Hm.", "</think>", "two"), line("</think>", "three", "!")]

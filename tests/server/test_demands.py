@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving, tokenizer
 
 from ds4.chat.dsml import END_THINK_INJECTION
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.scripted import ScriptedChooser
-from ds4.server.worker import Backend
 
 EOS = "<｜end▁of▁sentence｜>"
 HELLO: Any = [{"role": "user", "content": "Hello"}]

@@ -12,9 +12,9 @@ from openai.types.chat import ChatCompletionTokenLogprob
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving, tokenizer
 
 from ds4.chat.events import ReasoningDelta, TextDelta
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.logprobs import TextLogprobs, TokenLogprob
-from ds4.server.worker import Backend
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 MALFORMED = ["\n\n", "<", "｜DSML｜", "tool_calls", ">\n", "Oh."]

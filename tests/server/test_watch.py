@@ -13,10 +13,11 @@ from server_harness import line, random_engine, scripted
 from worker_harness import Gate, TestClock, last, look_until, move, replies_to, request, run, timed_worker
 
 from ds4.model.cache import RowPool
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.request import Admitted, Done, Failed
 from ds4.server.watch import StepLostError, StepWatch
-from ds4.server.worker import Backend, Worker
+from ds4.server.worker import Worker
 
 # ---- requests and steps that take too long ---------------------------------------------------------------------------
 

@@ -18,10 +18,11 @@ from ds4.chat.tools import tool_schemas
 from ds4.engine import Session
 from ds4.engine.session import Prefill
 from ds4.server import worker as worker_module
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.request import ChatRequest, Done, Events, Failed, QueueFullError, Reply, ShuttingDownError
 from ds4.server.trace import Trace
-from ds4.server.worker import Backend, Worker
+from ds4.server.worker import Worker
 
 
 def model_worker(**options: Any) -> Worker:

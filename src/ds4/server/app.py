@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from ds4 import __version__
 from ds4.errors import ContextOverflowError, RequestError
@@ -54,6 +56,20 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         value = {"status": status, "model": loaded, "context_length": context, **worker.status()}
         return JsonResponse(value, 200 if worker.alive else 503)
 
+    async def measured() -> None:
+        # In a long step of the model the last numbers have to do.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(worker.measure()), config.first_byte_seconds)
+
+    async def metrics(request: Request) -> Response:
+        await measured()
+        body, content_type = worker.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    async def stats(request: Request) -> Response:
+        await measured()
+        return JsonResponse(worker.metrics.stats())
+
     async def models(request: Request) -> Response:
         return JsonResponse(model_list(loaded, context, config))
 
@@ -71,6 +87,8 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         return HTMLResponse(page(description), headers=dict(HEADERS))
 
     app.add_api_route("/health", health, **openapi.health_operation())
+    app.add_api_route("/metrics", metrics, **openapi.metrics_operation())
+    app.add_api_route("/stats", stats, **openapi.stats_operation())
     app.add_api_route("/v1/models", models, **openapi.models_operation())
     app.add_api_route("/v1/models/{id:path}", model, **openapi.model_operation())
     for api in APIS:
@@ -85,8 +103,21 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         app.add_api_route(path, handler, include_in_schema=False)
 
     _handle_errors(app)
-    app.add_middleware(Edges, cors=config.cors, keys=config.api_keys)
+    known = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(
+        Edges,
+        cors=config.cors,
+        keys=config.api_keys,
+        responded=lambda path, status: worker.metrics.responded(_label(path, known), status),
+    )
     return app
+
+
+def _label(path: str, known: frozenset[str]) -> str:
+    """A path among the known ones: metrics have one series for each, so there must be few."""
+    if path in known:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
 
 
 def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Request], Awaitable[Response]]:

@@ -147,6 +147,7 @@ class Generation:
         ending: how it ended, or None while it goes on.
         malformed: what is wrong with the tool calls, if the model may be asked again as nobody has seen them. Then
             either `earlier` or `give_up` comes next.
+        recovered: the reasoning was closed for a call that began in it.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Generation:
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
         self._mark = {"choice": index} if request.n > 1 else {}
-        self._recovered = False
+        self.recovered = False
         self._over = False
         self._text: list[bytes] = []
         self._logprobs = TextLogprobs(first.logprobs if first else ())
@@ -247,9 +248,14 @@ class Generation:
             return self._end("stop")
         if self.completion >= self._limit:
             return self._end("length")
-        if self._recovery and not self._recovered and self._state.dangling_start:
+        if self._recovery and not self.recovered and self._state.dangling_start:
             return self._joined(self._close_reasoning())
         return []
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether there are calls in it that cannot be read; those that were given up do not count."""
+        return self._parser.malformed or self._parser.failed
 
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The tokens that the text of the last events is made of, if the request wants to know."""
@@ -316,7 +322,7 @@ class Generation:
         tokens = self._tokenizer.encode_chat(END_THINK_INJECTION)
         if self.completion + len(tokens) >= self._limit:
             return []
-        self._recovered = True
+        self.recovered = True
         self.completion += len(tokens)
         self.fresh += tokens
         self._text.append(END_THINK_INJECTION.encode())
@@ -344,7 +350,7 @@ class Generation:
     def whole_text(self) -> Message:
         """The answer read as a whole: calls that cannot be read are text in it. For answers that were not streamed."""
         text = b"".join(self._text).decode(errors="replace")
-        message = parse(text, self._thinking, self._tools, profile=self._profile, recovered=self._recovered)
+        message = parse(text, self._thinking, self._tools, profile=self._profile, recovered=self.recovered)
         return self._first.join(message) if self._first else message
 
     def _trace_piece(self, token: int, greedy: bool, allowed: bool) -> None:

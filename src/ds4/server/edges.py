@@ -47,9 +47,14 @@ class Edges:
     """
 
     def __init__(
-        self, app: Callable[[Any, Any, Any], Awaitable[None]], cors: bool = False, keys: Sequence[str] = ()
+        self,
+        app: Callable[[Any, Any, Any], Awaitable[None]],
+        cors: bool = False,
+        keys: Sequence[str] = (),
+        responded: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        self._app = app
+        """`responded` is told the path and the status of each response when it begins."""
+        self._app, self._responded = app, responded
         self._headers = _CORS if cors else []
         self._keys = [_digest(key.encode()) for key in keys]
 
@@ -64,6 +69,7 @@ class Edges:
             nonlocal started
             started = True
             if message["type"] == "http.response.start":
+                self._responded(scope["path"], message["status"])
                 message["headers"] = [*message.get("headers", ()), *self._headers]
             elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}

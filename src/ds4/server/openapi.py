@@ -126,6 +126,19 @@ def health_operation() -> dict[str, Any]:
     return result
 
 
+def metrics_operation() -> dict[str, Any]:
+    """The same for /metrics."""
+    result = operation("GET", "/metrics", "The server's numbers for Prometheus", {}, (401, 431))
+    result["responses"][200]["content"] = {"text/plain": {}}
+    return result
+
+
+def stats_operation() -> dict[str, Any]:
+    """The same for /stats."""
+    summary = "The same numbers as JSON, times with estimated quantiles"
+    return operation("GET", "/stats", summary, {"type": "object"}, (401, 431))
+
+
 def models_operation() -> dict[str, Any]:
     """The same for the list of models."""
     data = {"type": "array", "items": _model()}

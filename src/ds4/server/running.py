@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Generic, TypeVar
 
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION
@@ -14,10 +16,13 @@ from ds4.server.continuation import Plan
 from ds4.server.decode import Chooser, Ending, Generation
 from ds4.server.logprobs import TokenLogprob
 from ds4.server.recovery import Earlier
-from ds4.server.request import ChatRequest, Job, Prompt, Usage
+from ds4.server.request import ChatRequest, Job, Usage
 from ds4.server.slots import Slot
 from ds4.server.trace import Trace
+from ds4.server.turns import Turn
 from ds4.tokenizer import Tokenizer
+
+Found = TypeVar("Found")
 
 _TURN_BOUNDARIES = 6
 """Turns of a prompt, counted from its end, that get a way back."""
@@ -34,12 +39,17 @@ class TimedJob(Job):
         deadline: the moment, on the worker's clock, at which it has taken too long.
         ended: how many of its answers have ended well, and their tokens.
         failed: its failure was delivered.
+        arrived, first_token: when it was submitted, and when its first token was there, on the worker's clock.
+        counted: it is among the requests that ended.
     """
 
     deadline: float = inf
     ended: int = 0
     usage: Usage = Usage()  # noqa: RUF009  (frozen)
     failed: bool = False
+    arrived: float = 0.0
+    first_token: float | None = None
+    counted: bool = False
 
     def end(self, usage: Usage) -> int:
         """One more answer has ended with these tokens; returns how many are left."""
@@ -52,13 +62,22 @@ class TimedJob(Job):
         return self.request.n - self.ended
 
 
-@dataclass(eq=False)
-class Count:
-    """A question of how many tokens a request would have before it."""
+class Question(Generic[Found]):
+    """Something that only the worker's thread can look up, for another one that waits for `answer`."""
 
-    request: ChatRequest
-    prompt: Prompt
-    tokens: Future[int] = field(default_factory=Future)
+    def __init__(self, look: Callable[[], Found], otherwise: Found) -> None:
+        """`otherwise`: the answer if the worker has ended."""
+        self._look, self._otherwise = look, otherwise
+        self.answer: Future[Found] = Future()
+
+    def settle(self, ended: bool = False) -> None:
+        """Look it up, or give the other answer. Who does not wait for it any more has cancelled it."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            self.answer.set_result(self._otherwise if ended else self._look())
+        except Exception as error:
+            self.answer.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -67,12 +86,16 @@ class Running:
 
     Attributes:
         boundaries: where its prompt gets checkpoints.
+        source: what it continues (see `Plan.source`), as it was then.
         reused: tokens of its prompt that were not evaluated, once that is known.
         call_ids: ids of the calls begun so far.
         started, answering: when it was admitted, and when its prompt was evaluated.
         first, again: a second attempt continues this one, and its prompt is these tokens.
         prefill: the evaluation of `ids`, while it is under way.
         index: which of several answers this is, from 0.
+        counted, malformed: that a part of its prompt was reused was counted, and that a call in its present attempt
+            could not be read.
+        evaluated: how many tokens of `ids` the last `evaluate` has evaluated.
     """
 
     job: TimedJob
@@ -80,6 +103,7 @@ class Running:
     plan: Plan
     chooser: Chooser
     boundaries: list[int]
+    source: str
     reused: int | None = None
     generation: Generation | None = None
     call_ids: list[str] = field(default_factory=list)
@@ -89,6 +113,9 @@ class Running:
     again: list[int] | None = None
     prefill: Prefill | None = None
     index: int = 0
+    counted: bool = False
+    malformed: bool = False
+    evaluated: int = 0
 
     def fork(self, slot: Slot) -> Running:
         """A further answer to its prompt, which is evaluated."""
@@ -110,7 +137,11 @@ class Running:
         """Evaluate `ids` up to the next multiple of `chunk` tokens; True once all are."""
         if self.prefill is None:
             self.prefill = self.slot.session.begin(self.ids, boundaries=self.boundaries)
+        before = self.slot.session.recomputed
         complete = self.prefill.step(chunk)
+        after = self.slot.session.recomputed
+        # A step that starts over counts from 0 again.
+        self.evaluated = after - before if after >= before else after
         if self.reused is None:
             self.reused = self.prefill.reused
         if complete:
@@ -172,6 +203,15 @@ def answer_of(running: Running, ending: Ending, keep_blocks: bool) -> tuple[Mess
     if message.complete or calls or ending.stop_string:
         return message, message, generation.logprobs(whole=False)
     return message, generation.whole_text(), generation.logprobs(whole=True)
+
+
+def turn_of(request: ChatRequest, reason: str, message: Message, whole: Message) -> Turn | None:
+    """What is remembered of an answer that ended for this reason, as `answer_of` has it; None: nothing."""
+    if reason == "error":
+        if request.streamed or whole.text == message.text:
+            return None
+        message = whole
+    return Turn((*request.messages[request.front :], message), request.response_id) if request.remembered else None
 
 
 def trace_end(trace: Trace, running: Running, reason: str, message: Message) -> None:

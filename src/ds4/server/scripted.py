@@ -24,8 +24,8 @@ from ds4.engine.logprobs import Logprobs
 from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
+from ds4.server.backend import Backend
 from ds4.server.constraints import Constraint
-from ds4.server.worker import Backend
 from ds4.tokenizer import Tokenizer
 
 _REACH = FREE_TRUNCATION + 1

@@ -23,11 +23,12 @@ from ds4.gguf.file import embedded_model_path, open_model
 from ds4.process import exit_at_interrupt
 from ds4.server.api.models import model_id
 from ds4.server.app import create_app
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.edges import MAX_HEADER_BYTES, read_key_file
 from ds4.server.scripted import load_script, scripted_backend
 from ds4.server.trace import Trace
-from ds4.server.worker import Backend, Worker
+from ds4.server.worker import Worker
 from ds4.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4.server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ds4.chat.message import ToolCall
@@ -180,10 +180,10 @@ class Slot:
 
 
 class SlotTable:
-    """Up to `limit` slots; the least recently used one leaves for a new conversation."""
+    """Up to `limit` slots; the least recently used one leaves for a new conversation, which `evicted` is told."""
 
-    def __init__(self, engine: Engine, limit: int) -> None:
-        self.engine, self.limit = engine, limit
+    def __init__(self, engine: Engine, limit: int, evicted: Callable[[], None] = lambda: None) -> None:
+        self.engine, self.limit, self._evicted = engine, limit, evicted
         self.slots: list[Slot] = []
         self._clock = 0
 
@@ -194,8 +194,7 @@ class SlotTable:
     def fork(self, slot: Slot) -> Slot:
         """A slot for another answer to what a busy one holds, now busy as well; there must be room for it."""
         other = slot.fork()
-        if len(self.slots) >= self.limit:
-            self.drop(self._oldest())
+        self._make_room()
         self.slots.append(other)
         other.busy = True
         self.touch(other)
@@ -211,8 +210,7 @@ class SlotTable:
             slot = wanted
         else:
             slot = Slot(self.engine.session()) if wanted is None else wanted.fork()
-            if len(self.slots) >= self.limit:
-                self.drop(self._oldest())
+            self._make_room()
             self.slots.append(slot)
         slot.busy = True
         self.touch(slot)
@@ -223,11 +221,16 @@ class SlotTable:
         self._clock += 1
         slot.used = self._clock
 
-    def drop(self, slot: Slot | None) -> None:
+    def drop(self, slot: Slot) -> None:
         """Give a slot up."""
-        if slot is not None:
-            self.slots.remove(slot)
-            slot.session.close()
+        self.slots.remove(slot)
+        slot.session.close()
+
+    def _make_room(self) -> None:
+        oldest = self._oldest()
+        if oldest is not None:
+            self.drop(oldest)
+            self._evicted()
 
     def _oldest(self) -> Slot | None:
         """The slot that leaves next if one has to leave now; None while there is room, or if all are busy."""

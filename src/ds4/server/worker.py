@@ -13,16 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from ds4.chat.events import CallBegin, Event
-from ds4.chat.message import Message
-from ds4.engine import Engine, Session
+from ds4.engine import Session
+from ds4.errors import RequestError
+from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.constraints import SchemaError
 from ds4.server.continuation import Plan, bind_reply, loses_reasoning, plan
-from ds4.server.decode import ChooserFactory, Ending, Generation, sampling_chooser
+from ds4.server.decode import Ending, Generation
+from ds4.server.metrics import Metrics
 from ds4.server.prompting import PromptBuilder
 from ds4.server.recovery import MIN_ROOM, correction
 from ds4.server.replay import ReplayMemory
@@ -38,10 +40,20 @@ from ds4.server.request import (
     Reply,
     ShuttingDownError,
 )
-from ds4.server.running import Count, Running, TimedJob, answer_of, boundaries, trace_end, trace_prompt
+from ds4.server.running import (
+    Found,
+    Question,
+    Running,
+    TimedJob,
+    answer_of,
+    boundaries,
+    trace_end,
+    trace_prompt,
+    turn_of,
+)
 from ds4.server.slots import SlotTable
 from ds4.server.trace import Trace
-from ds4.server.turns import Turn, TurnMemory
+from ds4.server.turns import TurnMemory
 from ds4.server.watch import Clock, StepLostError, StepWatch
 
 log = logging.getLogger("ds4.server")
@@ -50,16 +62,6 @@ SHUTTING_DOWN = "server shutting down"
 _DEFECT = "internal error; see the server's log"
 _SHARED_CHUNK = 128
 """Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
-
-
-@dataclass
-class Backend:
-    """What answers: an engine, how its tokens are chosen, its name, and how to end what it waits for."""
-
-    engine: Engine
-    name: str
-    chooser: ChooserFactory = sampling_chooser
-    close: Callable[[], None] = lambda: None
 
 
 class Worker:
@@ -80,12 +82,13 @@ class Worker:
             self.replay if config.replay else None,
             self.engine.shape.vocab,
         )
-        self._slots = SlotTable(self.engine, config.max_sessions)
+        self.metrics = Metrics(backend.name, self.engine.context, config.max_sessions)
+        self._slots = self._new_slots()
         self._prefilling: list[Running] = []
         self._decoding: list[Running] = []
         self._changed = threading.Condition()
         self._waiting: deque[TimedJob] = deque()
-        self._counts: deque[Count] = deque()
+        self._questions: deque[Question[Any]] = deque()
         self._stopping = False
         self._started = False
         self._ended = False
@@ -95,6 +98,7 @@ class Worker:
         self._clock = clock or Clock()
         self._watch = StepWatch(config.step_timeout, self._clock)
         self._thread = self._new_thread()
+        self.metrics.follow(self.status)
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
@@ -112,30 +116,44 @@ class Worker:
             QueueFullError, ShuttingDownError: the request is not taken.
         """
         with self._changed:
-            if self._stopping:
-                raise ShuttingDownError(SHUTTING_DOWN)
-            if not self.alive:
-                raise ShuttingDownError("the worker has ended; see the server's log, and start the server again")
-            if self.config.max_queue and len(self._waiting) >= self.config.max_queue:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+            self._check_takes()
             self._count += 1
-            deadline = self._clock.now() + (self.config.request_timeout or inf)
-            job = TimedJob(self._count, request, prompt, deliver, deadline=deadline)
+            now = self._clock.now()
+            limit = self.config.request_timeout or inf
+            job = TimedJob(self._count, request, prompt, deliver, deadline=now + limit, arrived=now)
             self._waiting.append(job)
             self._idle = False
             self._changed.notify_all()
         return job
 
+    def _check_takes(self) -> None:
+        error: RequestError | None = None
+        if self._stopping:
+            error = ShuttingDownError(SHUTTING_DOWN)
+        elif not self.alive:
+            error = ShuttingDownError("the worker has ended; see the server's log, and start the server again")
+        elif self.config.max_queue and len(self._waiting) >= self.config.max_queue:
+            error = QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+        if error is not None:
+            self.metrics.refused()
+            raise error
+
     def count(self, request: ChatRequest, prompt: Prompt) -> Future[int]:
         """The tokens that the request would have before it now: with hidden reasoning more than its prompt."""
-        asked = Count(request, prompt)
+        return self._ask(Question(lambda: len(self._plan(request, prompt).ids), len(prompt.ids)))
+
+    def measure(self) -> Future[None]:
+        """Bring those metrics up to date that only the worker's thread may look up."""
+        return self._ask(Question(lambda: self.metrics.look_at(self.engine, self.sessions()), None))
+
+    def _ask(self, question: Question[Found]) -> Future[Found]:
         with self._changed:
             if self._stopping or not self.alive:
-                asked.tokens.set_result(len(prompt.ids))
+                question.settle(ended=True)
             else:
-                self._counts.append(asked)
+                self._questions.append(question)
                 self._changed.notify_all()
-        return asked.tokens
+        return question.answer
 
     @property
     def alive(self) -> bool:
@@ -190,7 +208,7 @@ class Worker:
         try:
             while self._wait_for_work():
                 try:
-                    self._answer_counts()
+                    self._answer_questions()
                     self._admit()
                     self._end_overdue()
                     self._prefill()
@@ -216,10 +234,7 @@ class Worker:
         self._fail_all(503, message)
         for job in self._take_waiting():
             self._refuse(job, 503, message)
-        while self._counts:
-            asked = self._counts.popleft()
-            if asked.tokens.set_running_or_notify_cancel():
-                asked.tokens.set_result(len(asked.prompt.ids))
+        self._answer_questions(ended=True)
 
     def _replace_stuck_threads(self) -> None:
         """What the thread of the watch does."""
@@ -232,7 +247,9 @@ class Worker:
         self._prefilling, self._decoding = [], []
         # Nothing that the lost step holds is used again: its sessions go with the engine that they came from.
         self.engine = self.engine.renew()
-        self._slots = SlotTable(self.engine, self.config.max_sessions)
+        self.metrics.evicted("stuck", len(self._slots.slots))
+        self.metrics.stuck_steps.inc()
+        self._slots = self._new_slots()
         self._stuck_steps += 1
         message = (
             f"a step of the model did not return within {self.config.step_timeout:g} s (--step-timeout) and was given"
@@ -253,7 +270,7 @@ class Worker:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._waiting or self._counts or self._prefilling or self._decoding or self._stopping):
+            while not (self._waiting or self._questions or self._prefilling or self._decoding or self._stopping):
                 self._idle = True
                 self._changed.notify_all()
                 self._changed.wait()
@@ -267,15 +284,12 @@ class Worker:
             self._changed.notify_all()
         return jobs
 
-    def _answer_counts(self) -> None:
-        while self._counts:
-            asked = self._counts.popleft()
-            # Who does not wait for it any more has cancelled it.
-            if asked.tokens.set_running_or_notify_cancel():
-                try:
-                    asked.tokens.set_result(len(self._plan(asked.request, asked.prompt).ids))
-                except Exception as error:
-                    asked.tokens.set_exception(error)
+    def _answer_questions(self, ended: bool = False) -> None:
+        while self._questions:
+            self._questions.popleft().settle(ended)
+
+    def _new_slots(self) -> SlotTable:
+        return SlotTable(self.engine, self.config.max_sessions, lambda: self.metrics.evicted("room"))
 
     def _plan(self, request: ChatRequest, prompt: Prompt) -> Plan:
         context, limit = self.engine.context, self._room(request, 0)
@@ -302,8 +316,9 @@ class Worker:
             self._waiting.remove(job)
             if job.cancelled:
                 self.trace.write(job.number, "cancel", phase="queue")
+                self.metrics.ended(job, "cancelled", now)
             else:
-                self._refuse(job, 503, self._overdue("it waited"))
+                self._refuse(job, 503, self._overdue("it waited"), "overdue")
 
     def _end_overdue(self) -> None:
         """End the running requests that take too long. What was computed stays."""
@@ -314,7 +329,7 @@ class Worker:
                 message = self._overdue(phase) + "; what was computed stays, so the same request goes on from there"
                 log.info("request %d finish=error %s", running.job.number, message)
                 self._release(running)
-                self._refuse(running.job, 503, message)
+                self._refuse(running.job, 503, message, "overdue")
 
     def _overdue(self, phase: str) -> str:
         seconds = self.config.request_timeout
@@ -336,13 +351,15 @@ class Worker:
         except Exception:
             slot.busy = False
             raise
-        running = Running(job, slot, chosen, chooser, boundaries(chosen.ids, chosen.reused, self.engine.tokenizer))
+        ways_back = boundaries(chosen.ids, chosen.reused, self.engine.tokenizer)
+        running = Running(job, slot, chosen, chooser, ways_back, chosen.source)
         self._prefilling.append(running)
         log.info(
             "request %d prompt start tokens=%d reused=%d source=%s %s",
             job.number, len(chosen.ids), chosen.reused, chosen.source, chosen.detail,
         )  # fmt: skip
         trace_prompt(self.trace, job, chosen)
+        self.metrics.admitted(job, chosen, self._clock.now())
         self._deliver(job, Admitted(running.usage))
 
     def _prefill(self) -> None:
@@ -363,6 +380,7 @@ class Worker:
             log.exception("request %d failed in its prompt", job.number)
             self._fail(running, 500, _text(error))
             return
+        self.metrics.evaluated(running)
         log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.ids))
         # Prompts take turns.
         self._prefilling.append(self._prefilling.pop(0))
@@ -408,16 +426,21 @@ class Worker:
 
     def _decode(self) -> None:
         """Choose the next token of every answer, send what that completes, and evaluate all of them in one step."""
-        stepping = []
+        stepping, wrote = [], 0
         for running in list(self._decoding):
             generation = running.generation
             if running.job.cancelled or generation is None:
                 self._cancel(running, "decode")
                 continue
+            before = generation.completion
             try:
                 events = self._watch.step(generation.step)
+                wrote += generation.completion - before
+                if running.job.first_token is None:
+                    self.metrics.begun(running.job, self._clock.now())
                 self._send(running, events)
                 if generation.malformed is not None:
+                    self.metrics.malformed(running)
                     if self._ask_again(running, generation):
                         continue
                     self._send(running, generation.give_up())
@@ -433,11 +456,14 @@ class Worker:
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
                 self._fail(running, 500, _text(error))
+        self.metrics.completion_tokens.inc(wrote)
         if not stepping:
             return
+        began = self._clock.now()
         try:
             batch = [(running.slot.session, generation.fresh) for running, generation in stepping]
             self._watch.step(lambda: self.engine.step(batch))
+            self.metrics.step_seconds.observe(self._clock.now() - began)
         except Exception as error:
             log.exception("a step of requests %s failed", [running.job.number for running, _ in stepping])
             for running, _ in stepping:
@@ -459,7 +485,8 @@ class Worker:
         self.trace.write(job.number, "inject", text=text)
         # The end of the sentence, with which the text begins, is no token of an answer.
         running.first, running.generation = generation.earlier(len(injected) - 1), None
-        running.again, running.boundaries = ids, []
+        running.again, running.boundaries, running.malformed = ids, [], False
+        self.metrics.completion_tokens.inc(len(injected) - 1)
         running.chooser = running.chooser.again(session)
         running.call_ids.clear()
         self._decoding.remove(running)
@@ -487,7 +514,13 @@ class Worker:
                 self.replay.put(calls, message.raw_dsml)
             except Exception:
                 log.exception("request %d: its calls cannot be repeated", job.number)
-        self._remember(job, ending, message, whole)
+        # Later requests may continue it by its id and those of its calls, however far it came.
+        try:
+            turn = turn_of(job.request, ending.reason, message, whole)
+            if turn is not None:
+                self.turns.put(turn)
+        except Exception:
+            log.exception("request %d: its answer cannot be continued by its id", job.number)
         usage = running.usage
         speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
         log.info(
@@ -496,6 +529,7 @@ class Worker:
         )  # fmt: skip
         trace_end(self.trace, running, ending.reason, message)
         left = job.end(usage)
+        self.metrics.answered(running, ending.reason, left, self._clock.now())
         done = Done(ending.reason, message, job.usage, ending.stop_string, whole, logprobs, running.index, left)
         self._deliver(job, done)
         # The answer is out; what follows only makes the next one cheaper.
@@ -508,23 +542,10 @@ class Worker:
         finally:
             self._release(running)
 
-    def _remember(self, job: Job, ending: Ending, message: Message, whole: Message) -> None:
-        """Let later requests continue the answer by its id and those of its calls, however far it came."""
-        request = job.request
-        if ending.reason == "error":
-            if request.streamed or whole.text == message.text:
-                return
-            message = whole
-        if not request.remembered:
-            return
-        try:
-            self.turns.put(Turn((*request.messages[request.front :], message), request.response_id))
-        except Exception:
-            log.exception("request %d: its answer cannot be continued by its id", job.number)
-
     def _cancel(self, running: Running, phase: str) -> None:
         """The client left. What was computed stays: a repeated request goes on from there."""
         log.info("request %d finish=cancelled in %s", running.job.number, phase)
+        self.metrics.ended(running.job, "cancelled", self._clock.now())
         self.trace.write(running.job.number, "cancel", phase=phase)
         self._release(running)
 
@@ -535,22 +556,24 @@ class Worker:
         try:
             # A step that broke off leaves a state nobody should continue.
             self._slots.drop(running.slot)
+            self.metrics.evicted("failed")
         finally:
             self._deliver_failure(running.job, status, message)
 
-    def _deliver_failure(self, job: TimedJob, status: int, message: str) -> None:
+    def _deliver_failure(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
         if job.failed:
             return
         job.failed = True
+        self.metrics.ended(job, outcome, self._clock.now())
         self._deliver(job, Failed(status, message))
         if job.request.n > 1:
             job.cancel()
 
-    def _refuse(self, job: TimedJob, status: int, message: str) -> None:
+    def _refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
         """The failure of a request that holds nothing."""
         self.trace.write(job.number, "error", message=message)
-        self._deliver_failure(job, status, message)
+        self._deliver_failure(job, status, message, outcome)
 
     def _release(self, running: Running) -> None:
         if running in self._prefilling:
