@@ -1,6 +1,8 @@
-"""Makes the modules of tools/tiny importable."""
+"""Makes the modules of tools, those of tools/tiny and the harness of the server tests importable."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tools" / "tiny")]
+TESTS = Path(__file__).parents[1]
+TOOLS = TESTS.parent / "tools"
+sys.path[:0] = [str(path) for path in (Path(__file__).parent, TOOLS / "tiny", TOOLS, TESTS / "server")]

@@ -126,6 +126,8 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
 
     async def answer(request: Request) -> Response:
         ask = await read_ask(request, api, context)
+        # Many requests at once wait for their prompts as well.
+        latest = asyncio.get_running_loop().time() + config.first_byte_seconds
         try:
             prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
             exchange = Exchange(request, worker, ask.request, prompt)
@@ -134,7 +136,7 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         writer = ask.answer(exchange.job.number)
         try:
             if ask.stream:
-                first = await exchange.first(config.first_byte_seconds)
+                first = await exchange.first(latest)
                 if first and isinstance(first[-1], Failed):
                     raise ApiError(first[-1].status, first[-1].message)
                 return EventStream(exchange, writer, first, config.keep_alive_seconds)

@@ -99,13 +99,12 @@ class Exchange:
                 if not reply.left:
                     return sorted(ends, key=lambda end: end.index)
 
-    async def first(self, seconds: float) -> list[Reply]:
-        """The replies up to the one that decides what is answered, or as many as there are after some seconds."""
+    async def first(self, latest: float) -> list[Reply]:
+        """The replies up to the one that decides what is answered, or as many as there are at a loop's time."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
         replies: list[Reply] = []
         while True:
-            reply = await self.next(max(0.0, deadline - loop.time()))
+            reply = await self.next(max(0.0, latest - loop.time()))
             if reply is None:
                 return replies
             replies.append(reply)
