@@ -5,7 +5,9 @@
 Plays whole answers through a constraint as the server does, token by token: the texts of an agent (a long file as a
 string, nested JSON), and random tokens that the masks allow, which go where no model would. Every answer begins with a
 constraint of its own, so what the first tokens of a grammar cost is among the numbers. The bound is 1 ms a token.
-Times are those of this thread's processor: what else runs on the machine does not count.
+A second table has all that the server does for a token between two steps of the model (mask, sampling, reading what was
+written), without the constraint and with it. Times are those of this thread's processor: what else runs on the machine
+does not count.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from synthetic import default_tokenizer, tokenizer_metadata
 
 from ds4.chat.dsml_text import write_calls
 from ds4.chat.message import ToolCall
 from ds4.chat.rendered import Rendered, Writer
 from ds4.chat.tools import tool_schemas
+from ds4.engine import Sampling
 from ds4.errors import Ds4Error, RequestError
 from ds4.server.constraints import AnswerRules, Constraint, Grammars
+from ds4.server.decode import Generation, SamplingChooser
+from ds4.server.request import ChatRequest
+from ds4.server.trace import Trace
 from ds4.tokenizer import Tokenizer
 
 PERSON = {
@@ -154,6 +161,60 @@ def random_tokens(tokenizer: Tokenizer, seed: int, limit: int = 400) -> Callable
     return next_token
 
 
+class Sure:
+    """What a generation needs of a session: logits that make a given token nearly certain."""
+
+    def __init__(self, vocab: int) -> None:
+        self.logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
+        self.pending: int | None = None
+        self._last: tuple[int, float] | None = None
+
+    def want(self, token: int) -> None:
+        """Make this the next token."""
+        if self._last is not None:
+            self.logits[self._last[0]] = self._last[1]
+        self._last = token, float(self.logits[token])
+        self.logits[token] = 40.0
+
+
+def served(tokenizer: Tokenizer, rules: AnswerRules, constraint: Constraint | None, text: Rendered) -> list[float]:
+    """Milliseconds of each token of an answer, as the server samples and reads it."""
+    session = Sure(tokenizer.vocab_size)
+    generation = Generation(
+        0,
+        ChatRequest("", (), tools=rules.tools, sampling=Sampling(seed=1)),
+        session,  # type: ignore[arg-type]
+        SamplingChooser(Sampling(seed=1)),
+        tokenizer,
+        opened=tokenizer.think,
+        limit=1 << 30,
+        profile=rules.profile,
+        think_recovery=True,
+        trace=Trace(),
+        constraint=constraint,
+    )
+    times = []
+    for token in [*tokenizer.encode_chat(text), tokenizer.eos]:
+        if generation.ending is not None:
+            break
+        session.want(token)
+        start = time.thread_time()
+        generation.step()
+        times.append((time.thread_time() - start) * 1e3)
+        if session.pending != token:
+            raise Ds4Error(f"{session.pending} was sampled instead of {tokenizer.token_bytes(token)!r}")
+    return times
+
+
+def served_row(title: str, bare: list[float], constrained: list[float]) -> str:
+    """One line of the second table."""
+    times = [np.array(times) for times in (bare, constrained)]
+    values = [function(each) for each in times for function in (np.median, lambda x: np.percentile(x, 99))]
+    more = np.mean(times[1]) - np.mean(times[0])
+    cells = [title, len(bare), *(f"{value:.3f}" for value in values), f"{more:.3f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def row(title: str, steps: list[Step]) -> str:
     """One line of the table."""
     masks = np.array([mask for mask, _, _ in steps])
@@ -177,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{tokenizer.vocab_size} tokens; reading the vocabulary once takes {time.thread_time() - start:.2f} s\n")
         print("| answer | tokens | with a mask | mask ms: median | p99 | largest | taking ms: median | p99 |")
         print("|---|---|---|---|---|---|---|---|")
-        ready = []
+        ready, whole = [], []
         for title, rules, text in scenarios():
             start = time.thread_time()
             constraint = grammars.constraint(rules, thinking=True)
@@ -187,12 +248,17 @@ def main(arguments: list[str] | None = None) -> int:
             if constraint is None or again is None:
                 raise Ds4Error(f"{title}: nothing is constrained")
             print(row(title, play(constraint, scripted(tokenizer, text))))
+            bare = served(tokenizer, rules, None, text)
+            whole.append(served_row(title, bare, served(tokenizer, rules, again, text)))
             if rules.demanding:
                 steps = []
                 for seed in range(10):
                     one = grammars.constraint(rules, thinking=True)
                     steps += play(one, random_tokens(tokenizer, seed)) if one else []
                 print(row(f"{title}, random tokens", steps))
+        print("\n| answer | tokens | in the server, ms: median | p99 | constrained: median | p99 | more on average |")
+        print("|---|---|---|---|---|---|---|")
+        print("\n".join(whole))
         print("\n| rules | ms to make a constraint: first | again |\n|---|---|---|")
         for title, first, second in ready:
             print(f"| {title} | {first * 1e3:.1f} | {second * 1e3:.1f} |")

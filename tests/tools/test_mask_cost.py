@@ -28,7 +28,7 @@ def test_the_table(mask_cost: ModuleType, capsys: pytest.CaptureFixture[str], mo
     table = capsys.readouterr().out
     assert table.startswith("4096 tokens")
     titles = [title for title, _, _ in mask_cost.scenarios()]
-    assert all(table.count(f"| {title} |") == 2 for title in titles)
+    assert all(table.count(f"| {title} |") == 3 for title in titles)
 
 
 def test_no_tokenizer(mask_cost: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
