@@ -215,12 +215,16 @@ def test_tools_say_themselves_that_they_are_strict() -> None:
         {"type": "function", "function": {**function, "strict": True}},
         {**function, "name": "b", "strict": False},
     ]
-    tools = tool_schemas([*listed, {"name": "c", "input_schema": schema_of(), "strict": True}, {"type": "web_search"}])
-    assert strict_names(tools) == {"a", "c"}
-    assert strict_names(tools, all_of_them=True) == {"a", "b", "c", "web_search"}
+    inner = [{"type": "function", **function, "name": name, "strict": name == "d"} for name in "de"]
+    space = {"type": "namespace", "name": "n_", "tools": inner}
+    listed += [{"name": "c", "input_schema": schema_of(), "strict": True}, {"type": "web_search"}, space]
+    tools = tool_schemas(listed)
+    assert strict_names(tools) == {"a", "c", "n_d"}
+    assert strict_names(tools, all_of_them=True) == {"a", "b", "c", "web_search", "n_d", "n_e"}
     rules = AnswerRules("required", tools, strict=strict_names(tools, all_of_them=True))
     assert takes(rules, block(("web_search", {"query": "x"})))  # it has no schema
-    assert not takes(rules, block(("c", {"x": 1})))
+    for name in ("c", "n_d"):
+        assert not takes(rules, block((name, {"x": 1})))
 
 
 def test_names_and_values_of_the_other_profile() -> None:

@@ -146,6 +146,22 @@ def test_strict_tools_get_arguments_that_follow_their_schema(strict: bool | None
         assert json.loads(call["function"]["arguments"]) == {"city": "Oslo" if enforced else "ParisOslo"}
 
 
+def test_a_strict_tool_of_a_namespace_is_strict_and_looks_to_the_model_like_any_other() -> None:
+    pieces = call_pieces(("geo_weather", [("city", "Rome", True)]))
+    begin = pieces[: pieces.index("R")]
+    parameters = strict_weather(True)["function"]["parameters"]
+    prompts = set()
+    for strict in (True, False):
+        inner = {"type": "function", "name": "weather", "parameters": parameters, "strict": strict}
+        tools = [{"type": "namespace", "name": "geo_", "tools": [inner]}]
+        with scripted(obeying("</think>", *begin, "Paris", "Oslo", *pieces[pieces.index("R") + 4 :])) as server:
+            answer = server.post({"input": "Hello", "tools": tools}, "/v1/responses").json()
+            (call,) = (item for item in answer["output"] if item["type"] == "function_call")
+            assert json.loads(call["arguments"]) == {"city": "Oslo" if strict else "ParisOslo"}
+            prompts.add(answer["usage"]["input_tokens"])
+    assert len(prompts) == 1
+
+
 def test_a_schema_that_cannot_be_enforced_names_the_tool() -> None:
     tool = strict_weather(True)
     tool["function"]["parameters"]["properties"]["city"] = {"type": "string", "not": {"const": "x"}}

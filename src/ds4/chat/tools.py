@@ -51,12 +51,14 @@ class ToolSchema:
         schema: the schema's line in the prompt.
         namespace: the namespace, if any (the wire shows it apart from the inner name).
         kind: the `type` the client gave, for instance `function`, `custom`, `tool_search`.
+        strict: the client wants arguments that follow the schema.
     """
 
     name: str
     schema: str
     namespace: str = ""
     kind: str = "function"
+    strict: bool = False
 
 
 def tool_schemas(tools: Sequence[Any] | None) -> tuple[ToolSchema, ...]:
@@ -108,22 +110,24 @@ def _read_tool(value: Any, where: str, schemas: list[ToolSchema]) -> None:
     kind = str(kind)
     function = value.get("function")
     if isinstance(function, Mapping):
-        schemas.append(ToolSchema(_name(function, f"{where}.function"), _line(function, where), kind=kind))
+        name, line = _name(function, f"{where}.function"), _line(function, where)
+        schemas.append(ToolSchema(name, line, kind=kind, strict=function.get("strict") is True))
     elif function is not None:
         raise RequestError(f"{where}.function must be an object")
     elif kind == "namespace":
         _read_namespace(value, where, schemas)
     elif kind == "tool_search":
-        line = {
+        search = {
             "name": "tool_search",
             "description": value.get("description") or _SEARCH_DESCRIPTION,
             "parameters": value.get("parameters") or _empty_parameters(),
         }
-        schemas.append(ToolSchema("tool_search", _line(line, where), kind=kind))
+        schemas.append(ToolSchema("tool_search", _line(search, where), kind=kind))
     else:
         # Cache marks move from tool to tool between turns; they tell the model nothing and would break every prefix.
-        line = {key: item for key, item in value.items() if key != "cache_control"}
-        schemas.append(ToolSchema(_name(value, where), _line(line, where), kind=kind))
+        rest = {key: item for key, item in value.items() if key != "cache_control"}
+        strict = value.get("strict") is True
+        schemas.append(ToolSchema(_name(value, where), _line(rest, where), kind=kind, strict=strict))
 
 
 def _read_namespace(value: Mapping[str, Any], where: str, schemas: list[ToolSchema]) -> None:
@@ -144,7 +148,7 @@ def _read_namespace(value: Mapping[str, Any], where: str, schemas: list[ToolSche
             "description": tool.get("description") or "",
             "parameters": _empty_parameters() if parameters is None else parameters,
         }
-        schemas.append(ToolSchema(name, _line(line, place), namespace))
+        schemas.append(ToolSchema(name, _line(line, place), namespace, strict=tool.get("strict") is True))
 
 
 def _empty_parameters() -> dict[str, Any]:

@@ -86,7 +86,7 @@ def schema_text(schema: Schema) -> str:
 
 def strict_names(tools: Collection[ToolSchema], all_of_them: bool = False) -> frozenset[str]:
     """Names of the tools that ask for strictness in their definition (`"strict": true`), or of all."""
-    return frozenset(tool.name for tool in tools if all_of_them or definition(tool).get("strict") is True)
+    return frozenset(tool.name for tool in tools if all_of_them or tool.strict)
 
 
 def definition(tool: ToolSchema) -> Mapping[str, Any]:
