@@ -190,6 +190,10 @@ def test_a_schema_that_leads_nowhere_fails_its_request_alone(caplog: pytest.LogC
         assert answer.status_code == 400
         assert "cannot follow its schema" in answer.json()["error"]["message"]
         assert "cannot follow its schema" in server.post({**body, "stream": True}).text
+        flat = {"type": "function", "name": "f", "parameters": parameters, "strict": True}
+        responses = {**body, "input": "Hello", "tools": [flat], "stream": True}
+        *_, last, _ = server.post(responses, "/v1/responses").text.split("\n\n")
+        assert json.loads(last.partition("data: ")[2])["response"]["error"]["code"] == "invalid_prompt"
         assert server.post({"messages": HELLO, "max_tokens": 2}).status_code == 200
     assert "Traceback" not in caplog.text
 

@@ -229,14 +229,15 @@ class ResponsesAnswer:
 
     def failed(self, reply: Failed) -> bytes:
         """The response with its error; nothing follows it."""
-        return self._failed(reply.message, None)
+        # The API has no other word for a request that is at fault.
+        return self._failed(reply.message, None, "server_error" if reply.status >= 500 else "invalid_prompt")
 
-    def _failed(self, message: str, usage: Usage | None) -> bytes:
+    def _failed(self, message: str, usage: Usage | None, code: str = "server_error") -> bytes:
         events = self._writer.abandon()
-        return self._frames([*events, ("response.failed", {"response": self._failure(message, usage)})])
+        return self._frames([*events, ("response.failed", {"response": self._failure(message, usage, code)})])
 
-    def _failure(self, message: str, usage: Usage | None) -> dict[str, Any]:
-        return self._response("failed", usage, error={"code": "server_error", "message": message})
+    def _failure(self, message: str, usage: Usage | None, code: str = "server_error") -> dict[str, Any]:
+        return self._response("failed", usage, error={"code": code, "message": message})
 
     def _end(self, reply: Done) -> dict[str, Any]:
         if reply.reason == "length":
