@@ -309,6 +309,49 @@ def test_a_prompt_is_evaluated_in_short_chunks_only_while_answers_are_running(mo
     assert max(shared) == 128
 
 
+def test_prompts_take_turns_so_that_a_short_one_waits_for_one_chunk_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = scripted_worker(line("x"), chunk=16)
+    turns: list[Session] = []
+    step = Prefill.step
+
+    def recording(prefill: Prefill, chunk: int | None = None) -> bool:
+        turns.append(prefill.session)
+        return step(prefill, chunk)
+
+    monkeypatch.setattr(Prefill, "step", recording)
+    run(worker, [*(request(f"{word} " * 200) for word in ("alpha", "beta", "gamma")), request("hi")])
+    assert worker.stop(10)
+    short = turns[3]
+    assert turns.count(short) == 1
+    assert len(set(turns[:4])) == 4
+    behind = turns[4:]
+    for at, session in enumerate(behind[: 3 * 12]):
+        assert session is turns[at % 3]
+
+
+def test_requests_are_admitted_in_the_order_of_their_arrival_also_one_of_many_answers() -> None:
+    worker = scripted_worker(line("on", then="repeat"), max_sessions=2)
+    replies = replies_to(worker, request("a"), request("b", n=2), request("c"))
+    order: list[int] = []
+    start = worker._start
+
+    def starting(job: Any) -> None:
+        order.append(job.number)
+        start(job)
+
+    worker._start = starting  # type: ignore[method-assign]
+    worker.start()
+    for replied in replies:
+        done = last(replied)
+        while isinstance(done, Done) and done.left:
+            done = last(replied)
+        assert isinstance(done, Done)
+    assert order == [1, 2, 3]
+    assert worker.stop(10)
+
+
 def test_a_prompt_is_looked_at_as_a_whole_once_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     malformed = [*call_pieces(("x", []))[:5], "nonsense"]
     worker = scripted_worker(line(*malformed), line("fine"), chunk=8)
