@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from starlette.responses import PlainTextResponse
 
 from ds4.server.api.base import Api
 
@@ -129,14 +130,17 @@ def health_operation() -> dict[str, Any]:
 def metrics_operation() -> dict[str, Any]:
     """The same for /metrics."""
     result = operation("GET", "/metrics", "The server's numbers for Prometheus", {}, (401, 431))
-    result["responses"][200]["content"] = {"text/plain": {}}
-    return result
+    result["responses"][200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return {**result, "response_class": PlainTextResponse}
 
 
 def stats_operation() -> dict[str, Any]:
     """The same for /stats."""
     summary = "The same numbers as JSON, times with estimated quantiles"
-    return operation("GET", "/stats", summary, {"type": "object"}, (401, 431))
+    groups = ("info", "requests", "prompt_tokens", "time_to_first_token_seconds", "time_per_token_seconds", "kv_bytes")
+    numbers = ("requests_waiting", "requests_running", "sessions", "sessions_limit", "completion_tokens")
+    answer = object_of({**dict.fromkeys(groups, "object"), **dict.fromkeys(numbers, "integer")})
+    return operation("GET", "/stats", summary, answer, (401, 431))
 
 
 def models_operation() -> dict[str, Any]:
