@@ -455,7 +455,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     steps.add_argument("--streams", type=int, default=16)
     steps.add_argument("--tokens", type=int, default=1500)
     steps.add_argument("--step-ms", type=float, default=3.3)
-    steps.add_argument("--rounds", type=int, default=3)
+    steps.add_argument("--rounds", type=int, default=5, help="of each kind; the best ones are compared")
     steps.add_argument("--without-http", type=Path, metavar="SCRIPT", help=argparse.SUPPRESS)
     for command in (many, gone, steps):
         command.add_argument("--flags", type=shlex.split, default=[], help="flags of ds4-server, in one argument")
