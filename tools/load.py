@@ -458,7 +458,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     steps.add_argument("--rounds", type=int, default=5, help="of each kind; the best ones are compared")
     steps.add_argument("--without-http", type=Path, metavar="SCRIPT", help=argparse.SUPPRESS)
     for command in (many, gone, steps):
-        command.add_argument("--flags", type=shlex.split, default=[], help="flags of ds4-server, in one argument")
+        command.add_argument(
+            "--flags", type=shlex.split, default=[], help='for ds4-server: --flags="--max-sessions 64"'
+        )
     return parser.parse_args(arguments)
 
 

@@ -123,6 +123,15 @@ def test_times_are_those_of_the_request_and_not_of_its_steps() -> None:
     assert worker.stop(10)
 
 
+def test_an_answer_without_a_token_has_no_time_to_it() -> None:
+    worker = scripted_worker(line("a"))
+    run(worker, [request("hi", tokens=0)])
+    now = numbers(worker)
+    assert counted(now["requests"]) == {"length": 1}
+    assert now["time_to_first_token_seconds"]["count"] == now["time_per_token_seconds"]["count"] == 0
+    assert worker.stop(10)
+
+
 def test_a_request_of_several_answers_counts_once() -> None:
     worker = scripted_worker(line("a", "b"), line("c"), line("d", "e", "f"))
     (replied,) = replies_to(worker, request("hi", n=3))
@@ -159,6 +168,28 @@ def test_clients_that_leave_and_requests_that_are_refused_or_late() -> None:
     assert isinstance(last(late), Failed)
     assert worker.wait_idle(30)
     assert counted(numbers(worker)["requests"]) == {"cancelled": 2, "overdue": 1, "refused": 1}
+    assert worker.stop(10)
+
+
+def test_steps_that_are_given_up_take_their_conversations_along() -> None:
+    worker = timed_worker(line("on", then="repeat", hang_at=1), line("fine"), step_timeout=5)
+    runner: Any = worker.engine.runner
+    (stuck,) = replies_to(worker, request("a"))
+    worker.start()
+    assert runner.hanging.wait(30)
+    gone = [worker.measure() for _ in range(50)]
+    for answer in gone:
+        assert answer.cancel()
+    waits = worker.measure()
+    assert len(worker._questions) == 1
+    move(worker, 5)
+    assert isinstance(last(stuck), Failed)
+    waits.result(30)
+    assert run(worker, [request("a")], start=False)[0].message.text == "fine"
+    now = numbers(worker)
+    assert now["stuck_steps"] == 1
+    assert counted(now["session_evictions"]) == {"stuck": 1}
+    assert counted(now["requests"]) == {"failed": 1, "stop": 1}
     assert worker.stop(10)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_runs_with_and_without_http_make_the_same_steps(tmp_path: Path) -> None:
     script = tmp_path / "script.jsonl"
     script.write_text(pacing.script(), encoding="utf-8")
     assert load.without_http(script, pacing) > 0
-    with scripted(*map(load.json.loads, script.read_text().splitlines()), max_sessions=4) as server:
+    with scripted(*map(json.loads, script.read_text().splitlines()), max_sessions=4) as server:
         assert asyncio.run(load.paced(server.url, pacing)) > 0
 
 

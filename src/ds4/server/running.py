@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION
@@ -78,6 +79,29 @@ class Question(Generic[Found]):
             self.answer.set_result(self._otherwise if ended else self._look())
         except Exception as error:
             self.answer.set_exception(error)
+
+
+class Questions:
+    """The questions that wait for the worker's thread. Any thread may put one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Question[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, question: Question[Any]) -> None:
+        """One more; those whose askers gave up while a step took long are dropped, so that they do not add up."""
+        with self._lock:
+            self._waiting = [*(other for other in self._waiting if not other.answer.cancelled()), question]
+
+    def settle(self, ended: bool = False) -> None:
+        """Settle all (see `Question.settle`)."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for question in waiting:
+            question.settle(ended)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
-from typing import Any
 
 from ds4.chat.events import CallBegin, Event
 from ds4.engine import Session
@@ -43,6 +42,7 @@ from ds4.server.request import (
 from ds4.server.running import (
     Found,
     Question,
+    Questions,
     Running,
     TimedJob,
     answer_of,
@@ -88,7 +88,7 @@ class Worker:
         self._decoding: list[Running] = []
         self._changed = threading.Condition()
         self._waiting: deque[TimedJob] = deque()
-        self._questions: deque[Question[Any]] = deque()
+        self._questions = Questions()
         self._stopping = False
         self._started = False
         self._ended = False
@@ -151,7 +151,7 @@ class Worker:
             if self._stopping or not self.alive:
                 question.settle(ended=True)
             else:
-                self._questions.append(question)
+                self._questions.put(question)
                 self._changed.notify_all()
         return question.answer
 
@@ -208,7 +208,7 @@ class Worker:
         try:
             while self._wait_for_work():
                 try:
-                    self._answer_questions()
+                    self._questions.settle()
                     self._admit()
                     self._end_overdue()
                     self._prefill()
@@ -234,7 +234,7 @@ class Worker:
         self._fail_all(503, message)
         for job in self._take_waiting():
             self._refuse(job, 503, message)
-        self._answer_questions(ended=True)
+        self._questions.settle(ended=True)
 
     def _replace_stuck_threads(self) -> None:
         """What the thread of the watch does."""
@@ -283,10 +283,6 @@ class Worker:
             self._idle = True
             self._changed.notify_all()
         return jobs
-
-    def _answer_questions(self, ended: bool = False) -> None:
-        while self._questions:
-            self._questions.popleft().settle(ended)
 
     def _new_slots(self) -> SlotTable:
         return SlotTable(self.engine, self.config.max_sessions, lambda: self.metrics.evicted("room"))
@@ -436,7 +432,7 @@ class Worker:
             try:
                 events = self._watch.step(generation.step)
                 wrote += generation.completion - before
-                if running.job.first_token is None:
+                if running.job.first_token is None and generation.completion > before:
                     self.metrics.begun(running.job, self._clock.now())
                 self._send(running, events)
                 if generation.malformed is not None:
