@@ -131,7 +131,7 @@ class Load:
         first_bytes: seconds to the first byte of each.
         problems: what went wrong, and how often.
         memory: (second, resident bytes) of the server.
-        stalls: longest time in which clients waited and the server made no step, in seconds.
+        stalls: longest time in which the server evaluated nothing, in seconds, as far as looks twice a second show.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -180,13 +180,14 @@ async def streams(
                 load.problems[f"{one.api}: {answer} instead of {wanted[one]}"] += 1
 
     async def watch() -> None:
-        steps, moved = -1, time.monotonic()
+        known, moved = -1, time.monotonic()
         while True:
             now = await asyncio.to_thread(read, url, "/stats")
             at = time.monotonic()
             load.memory.append((at - begun, now["process_resident_memory_bytes"]))
-            if now["step_seconds"]["count"] != steps:
-                steps, moved = now["step_seconds"]["count"], at
+            done = now["step_seconds"]["count"] + now["prompt_tokens"]["evaluated"]
+            if done != known:
+                known, moved = done, at
             load.stalls = max(load.stalls, at - moved)
             await asyncio.sleep(0.5)
 
@@ -241,7 +242,7 @@ async def run_streams(url: str, options: argparse.Namespace) -> bool:
             bar("every stream ends, with no event lost and the answer that it has alone", not load.problems),
             bar(f"no request fails {failed or ''}", not failed),
             bar(f"the first byte of every stream within {FIRST_BYTE} s", max(load.first_bytes) <= FIRST_BYTE),
-            bar(f"steps go on while clients read slowly (longest pause {load.stalls:.1f} s)", load.stalls < 3),
+            bar(f"the model goes on while clients read slowly (longest pause {load.stalls:.1f} s)", load.stalls < 3),
             bar(f"memory is flat ({growth(load.memory):+.1%} in the second half)", growth(load.memory) < FLAT),
         ]
     )
