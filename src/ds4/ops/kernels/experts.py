@@ -1,0 +1,386 @@
+"""Routed experts at decode: gate, up and SwiGLU, then down, straight from quantised planes.
+
+A pair is a row of the step together with one of its chosen experts, numbered row * top + place. Without groups every
+pair reads its expert's weights itself, with `Groups` an expert is read once for all pairs that chose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds4.ops.kernels.expert_formats import decode_unit, dot_unit, load_activations, load_table, load_unit
+from ds4.ops.kernels.gemv import DP4A_ROWS, gemv, lanes_of, q8_rows
+from ds4.ops.kernels.grouping import Groups
+from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.planes import Iq2aPlanes, Iq2bPlanes, Mxfp4Planes, Planes, Q8Planes
+from ds4.ops.kernels.quantize import Quantised
+
+FORMATS = ("iq2_xxs_a", "iq2_xxs_b", "q2_k", "q4_k", "mxfp4")
+"""Formats of planes that these kernels read."""
+
+
+def pointers(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The four planes that a kernel takes for any format, the first again where there are fewer, and the table."""
+    tensors = [tensor for _, tensor in planes.planes()]
+    p0, p1, p2, p3 = tensors + [tensors[0]] * (4 - len(tensors))
+    table = planes.table if isinstance(planes, Iq2aPlanes | Iq2bPlanes | Mxfp4Planes) else p0
+    return p0, p1, p2, p3, table
+
+
+@triton.jit
+def advance(FORMAT: tl.constexpr, p0, p1, p2, p3, row, U: tl.constexpr):
+    """The four pointers at a row (int64) of the whole tensor."""
+    if FORMAT == "iq2_xxs_b":
+        return (p0 + row * (4 * U), p1 + row * (4 * U), p2 + row * (U // 2), p3 + row * (U // 2))
+    elif FORMAT == "iq2_xxs_a":
+        return (p0 + row * (8 * U), p1 + row * (4 * U), p2 + row * (U // 2), p3 + row * (U // 2))
+    elif FORMAT == "q2_k":
+        return (p0 + row * (8 * U), p1 + row * (2 * U), p2 + row * (U // 2), p3)
+    elif FORMAT == "q4_k":
+        return (p0 + row * (16 * U), p1 + row * U, p2 + row * (U // 2), p3 + row * (U // 2))
+    else:
+        return (p0 + row * (16 * U), p1 + row * U, p2, p3)
+
+
+@triton.jit
+def _sum_rows(values, R: tl.constexpr, UB: tl.constexpr):
+    """[R * UB] -> sums of UB neighbours [R]."""
+    return tl.sum(tl.reshape(values, [R, UB]), axis=1)
+
+
+@triton.jit
+def _activations(x, sums, scales, row, u, live, U: tl.constexpr, SUMS: tl.constexpr):
+    """`load_activations` of one row."""
+    return load_activations(x + row * (32 * U), sums + row * (4 * U), scales + row * U, u, live, U, SUMS)
+
+
+@triton.jit
+def _store_swiglu(gate, up, out, clamp, R: tl.constexpr, UB: tl.constexpr):
+    g = tl.minimum(_sum_rows(gate, R, UB), clamp)
+    v = tl.minimum(tl.maximum(_sum_rows(up, R, UB), -clamp), clamp)
+    tl.store(out + tl.arange(0, R), g / (1.0 + tl.exp(-g)) * v)
+
+
+@triton.jit
+def _gate_up_kernel(
+    chosen, order, offsets, used, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp,
+    FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
+    item = tl.program_id(1)
+    if GROUPED:
+        if item >= tl.load(used + EXPERTS):
+            return
+        expert = tl.load(used + item)
+    else:
+        expert = tl.load(chosen + item)
+        if (expert < 0) | (expert >= EXPERTS):
+            return
+    row0 = tl.program_id(0) * (R * STEPS)
+    base = expert.to(tl.int64) * F + row0
+    ga, gb, gc, gd = advance(FORMAT, g0, g1, g2, g3, base, U)
+    ua, ub, uc, ud = advance(FORMAT, u0, u1, u2, u3, base, U)
+    lane = tl.arange(0, R * UB)
+    u = tl.minimum(lane % UB, U - 1)
+    live = lane % UB < U
+    lut = load_table(FORMAT, table)
+    if GROUPED:
+        first = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        for step in tl.static_range(STEPS):
+            row = lane // UB + step * R
+            gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
+            up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
+            gate_words = decode_unit(FORMAT, gate, table, lut, ASM)
+            up_words = decode_unit(FORMAT, up, table, lut, ASM)
+            for place in range(first, end):
+                pair = tl.load(order + place)
+                a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
+                g = dot_unit(FORMAT, gate, gate_words, a, ASM)
+                v = dot_unit(FORMAT, up, up_words, a, ASM)
+                _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
+    else:
+        a = _activations(x, sums, scales, item // TOP, u, live, U, SUMS)
+        for step in tl.static_range(STEPS):
+            row = lane // UB + step * R
+            gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
+            up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
+            g = dot_unit(FORMAT, gate, decode_unit(FORMAT, gate, table, lut, ASM), a, ASM)
+            v = dot_unit(FORMAT, up, decode_unit(FORMAT, up, table, lut, ASM), a, ASM)
+            _store_swiglu(g, v, out + (item * F + row0 + step * R), clamp, R, UB)
+
+
+@triton.jit
+def _down_kernel(
+    chosen, order, offsets, used, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride, place_stride,
+    items, shared_codes, shared_scales, shared_words, shared_xs,
+    FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    SHARED: tl.constexpr, S_K: tl.constexpr, S_R: tl.constexpr, S_CB: tl.constexpr, S_STEPS: tl.constexpr,
+):  # fmt: skip
+    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
+    item = tl.program_id(1)
+    if SHARED > 0:
+        if item >= items:
+            q8_rows(
+                shared_codes, shared_scales, shared_words, shared_xs, out + TOP * place_stride,
+                (item - items) * tl.num_programs(0) + tl.program_id(0), N, row_stride,
+                SHARED, S_K, 1, N, S_R, S_CB, S_STEPS, ASM,
+            )  # fmt: skip
+            return
+    if GROUPED:
+        if item >= tl.load(used + EXPERTS):
+            return
+        expert = tl.load(used + item)
+    else:
+        expert = tl.load(chosen + item)
+        if (expert < 0) | (expert >= EXPERTS):
+            return
+    row0 = tl.program_id(0) * (R * STEPS)
+    pa, pb, pc, pd = advance(FORMAT, p0, p1, p2, p3, expert.to(tl.int64) * N + row0, U)
+    lane = tl.arange(0, R * UB)
+    u = tl.minimum(lane % UB, U - 1)
+    live = lane % UB < U
+    lut = load_table(FORMAT, table)
+    if GROUPED:
+        first = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        for step in tl.static_range(STEPS):
+            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
+            words = decode_unit(FORMAT, unit, table, lut, ASM)
+            for place in range(first, end):
+                pair = tl.load(order + place)
+                a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+                y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * tl.load(weights + pair)
+                target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0 + step * R
+                tl.store(target + tl.arange(0, R), y)
+    else:
+        a = _activations(x, sums, scales, item, u, live, U, SUMS)
+        weight = tl.load(weights + item)
+        target = out + (item // TOP) * row_stride + (item % TOP) * place_stride + row0
+        for step in tl.static_range(STEPS):
+            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
+            words = decode_unit(FORMAT, unit, table, lut, ASM)
+            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
+            tl.store(target + step * R + tl.arange(0, R), y)
+
+
+@triton.jit
+def _down_sum_kernel(
+    chosen, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
+    FORMAT: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
+    token = tl.program_id(1)
+    row0 = tl.program_id(0) * R
+    lane = tl.arange(0, R * UB)
+    u = tl.minimum(lane % UB, U - 1)
+    live = lane % UB < U
+    lut = load_table(FORMAT, table)
+    total = tl.zeros([R * UB], tl.float32)
+    for place in range(TOP):
+        pair = token * TOP + place
+        expert = tl.load(chosen + pair)
+        if (expert >= 0) & (expert < EXPERTS):
+            pa, pb, pc, pd = advance(FORMAT, p0, p1, p2, p3, expert.to(tl.int64) * N + row0, U)
+            a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
+            y = dot_unit(FORMAT, unit, decode_unit(FORMAT, unit, table, lut, ASM), a, ASM)
+            total += y * tl.load(weights + pair)
+    tl.store(out + token * row_stride + row0 + tl.arange(0, R), _sum_rows(total, R, UB))
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program is cut: `steps` times the rows that its lanes hold side by side, by `warps` warps.
+
+    A row takes as many lanes as it has units (rounded up to a power of two), so short rows stand side by side.
+    """
+
+    steps: int = 1
+    warps: int = 1
+
+
+def _cut(rows: int, units: int, tile: Tile) -> tuple[dict[str, int], int]:
+    """Constants of a kernel for matrices of `rows` rows, and its programs for each."""
+    lanes = 32 * tile.warps
+    per_row = triton.next_power_of_2(units)
+    side_by_side = max(1, lanes // per_row)
+    steps = tile.steps
+    while rows % (side_by_side * steps):
+        if steps > 1:
+            steps -= 1
+        elif side_by_side > 1:
+            side_by_side //= 2
+    block = side_by_side * steps
+    # With fewer lanes than units the tile grows to whole rows, with more warps.
+    warps = max(1, side_by_side * per_row // 32)
+    return {"U": units, "R": side_by_side, "UB": per_row, "STEPS": steps, "num_warps": warps}, rows // block
+
+
+def _check_experts(planes: Planes, x: Quantised) -> int:
+    """Their number, after a look at planes and activations."""
+    if planes.experts is None or planes.FORMAT not in FORMATS:
+        raise ValueError(f"expected planes of experts in one of {', '.join(FORMATS)}, got {planes.FORMAT}")
+    if x.lanes is None or x.k != planes.k:
+        raise ValueError(f"expected {planes.k} channels in the order of lanes, got {x.k}")
+    if x.sums is None and planes.FORMAT in ("q2_k", "q4_k"):
+        raise ValueError(f"{planes.FORMAT} needs activations with sums")
+    return planes.experts
+
+
+def _activation_args(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
+    assert x.lanes is not None
+    return x.lanes, x.lanes if x.sums is None else x.sums, x.scales
+
+
+def _group_args(chosen: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    return (chosen, chosen, chosen) if groups is None else (groups.order, groups.offsets, groups.used)
+
+
+def gate_up(
+    x: Quantised,
+    chosen: Tensor,
+    gate: Planes,
+    up: Planes,
+    clamp: float,
+    out: Tensor,
+    groups: Groups | None = None,
+    tile: Tile = Tile(),
+) -> None:
+    """swiglu of the gate and up projections of every pair: what `ops.routed_experts` computes before `down`.
+
+    Args:
+        x: activations of `rows` rows with lanes (and sums for Q2_K and Q4_K).
+        chosen: int32 [rows, top], contiguous; a place that names no expert is left out and its output not written.
+        gate, up: planes of one format with experts, [expert_hidden, hidden] each.
+        out: float32 [rows * top, expert_hidden], contiguous.
+        groups: of `chosen`, to read an expert once for all pairs; without, each pair reads its own.
+    """
+    experts, pairs = _check_experts(gate, x), chosen.numel()
+    if up.FORMAT != gate.FORMAT or (up.n, up.k, up.experts) != (gate.n, gate.k, gate.experts):
+        raise ValueError(f"gate is {gate.FORMAT} {gate.n} x {gate.k}, up is {up.FORMAT} {up.n} x {up.k}")
+    constants, programs = _cut(gate.n, gate.units, tile)
+    *gate_pointers, table = pointers(gate)
+    *up_pointers, _ = pointers(up)
+    _gate_up_kernel[(programs, pairs if groups is None else min(pairs, experts))](
+        chosen,
+        *_group_args(chosen, groups),
+        *_activation_args(x),
+        *gate_pointers,
+        *up_pointers,
+        table,
+        out,
+        clamp,
+        FORMAT=gate.FORMAT,
+        GROUPED=groups is not None,
+        EXPERTS=experts,
+        TOP=chosen.shape[1],
+        F=gate.n,
+        ASM=use_asm(out),
+        **constants,
+    )
+
+
+def down(
+    h: Quantised,
+    chosen: Tensor,
+    weights: Tensor,
+    planes: Planes,
+    out: Tensor,
+    groups: Groups | None = None,
+    shared: tuple[Q8Planes, Quantised] | None = None,
+    tile: Tile = Tile(steps=2),
+) -> None:
+    """weight * down projection of every pair; the sum over a row's pairs is what `ops.routed_experts` returns.
+
+    Args:
+        h: activations of the rows * top pairs, with lanes (and sums for Q2_K and Q4_K).
+        chosen, groups: as in `gate_up`.
+        weights: float32 [rows, top], contiguous.
+        planes: [hidden, expert_hidden] of each expert.
+        out: float32 [rows, top, hidden], hidden contiguous; strides are free, so it may be a part of a larger buffer.
+            With `shared` [rows, top + 1, hidden].
+        shared: down projection of the shared expert and its activations with words: goes into the last place of a row,
+            up to `DP4A_ROWS` rows in the same launch.
+    """
+    experts, pairs, rows = _check_experts(planes, h), chosen.numel(), chosen.shape[0]
+    places = chosen.shape[1] + (shared is not None)
+    if out.shape != (rows, places, planes.n) or out.stride(2) != 1 or h.rows != pairs:
+        raise ValueError(f"{h.rows} pairs into {list(out.shape)}, expected {pairs} and {[rows, places, planes.n]}")
+    constants, programs = _cut(planes.n, planes.units, tile)
+    items = pairs if groups is None else min(pairs, experts)
+    extra, s_args, s_shape = 0, (out, out, out, out), {"SHARED": 0, "S_K": 0, "S_R": 0, "S_CB": 0, "S_STEPS": 0}
+    if shared is not None and rows > DP4A_ROWS:
+        gemv(*shared, out[:, places - 1])
+    elif shared is not None:
+        s_planes, s_x = shared
+        if s_planes.n != planes.n or s_x.words is None or s_x.k != s_planes.k:
+            raise ValueError(f"shared expert: {s_planes.n} x {s_planes.k}, {s_x.k} channels, expected {planes.n} rows")
+        s_rows, s_lanes = lanes_of(s_planes.k, 16, constants["num_warps"])
+        # More than one row at a time would hold too many registers, also for the experts' programs.
+        s_steps = max(1, 2 // s_rows) if rows == 1 else 1
+        extra = triton.cdiv(triton.cdiv(planes.n, s_rows * s_steps), programs)
+        s_args = (s_planes.codes, s_planes.scales, s_x.words, s_x.scales)
+        s_shape = {"SHARED": rows, "S_K": s_planes.k, "S_R": s_rows, "S_CB": s_lanes, "S_STEPS": s_steps}
+    *plane_pointers, table = pointers(planes)
+    _down_kernel[(programs, items + extra)](
+        chosen,
+        *_group_args(chosen, groups),
+        weights,
+        *_activation_args(h),
+        *plane_pointers,
+        table,
+        out,
+        out.stride(0),
+        out.stride(1),
+        items,
+        *s_args,
+        FORMAT=planes.FORMAT,
+        GROUPED=groups is not None,
+        EXPERTS=experts,
+        TOP=chosen.shape[1],
+        N=planes.n,
+        ASM=use_asm(out),
+        **s_shape,
+        **constants,
+    )
+
+
+def down_sum(
+    h: Quantised,
+    chosen: Tensor,
+    weights: Tensor,
+    planes: Planes,
+    out: Tensor,
+    tile: Tile = Tile(),
+) -> None:
+    """As `down`, summed over the pairs of a row in the order of the choice: out float32 [rows, hidden]."""
+    experts = _check_experts(planes, h)
+    constants, programs = _cut(planes.n, planes.units, Tile(warps=tile.warps))
+    constants.pop("STEPS")
+    *plane_pointers, table = pointers(planes)
+    _down_sum_kernel[(programs, chosen.shape[0])](
+        chosen,
+        weights,
+        *_activation_args(h),
+        *plane_pointers,
+        table,
+        out,
+        out.stride(0),
+        FORMAT=planes.FORMAT,
+        EXPERTS=experts,
+        TOP=chosen.shape[1],
+        N=planes.n,
+        ASM=use_asm(out),
+        **constants,
+    )

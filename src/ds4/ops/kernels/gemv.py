@@ -1,0 +1,412 @@
+"""Matrices times few rows of activations, straight from Q8_0 planes and F16.
+
+One launch takes any number of matrices of the same input: their rows stand one behind the other in the planes. Up to
+`DP4A_ROWS` rows each program reads whole weight rows and multiplies in integers, `dp4a`; more rows go through the
+tensor cores, in integers for Q8_0 and in fp16 with float32 sums for F16, whose activations are split into two fp16
+terms so that nothing that counts is lost: 22 bits of what is above 2^-6, to 2^-28 what is below, up to 1.6e7 in size.
+Both ways give the same up to the order of a float32 sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds4.ops.kernels.expert_formats import load_four
+from ds4.ops.kernels.intrinsics import dp4a, high_half, low_half, use_asm
+from ds4.ops.kernels.planes import F16Planes, Q8Planes
+from ds4.ops.kernels.quantize import Quantised
+
+DP4A_ROWS = 4
+"""Up to so many rows of activations are multiplied one by one."""
+
+COARSE = tl.constexpr(2.0**-8)  # float activations as fp16 are those times this: fp16 alone ends at 65504
+FINE = tl.constexpr(2.0**11)  # what fp16 rounds off, times this, fits fp16 again and stays clear of its smallest values
+
+
+@triton.jit
+def _store_rows(totals, out, out_stride, target, n, B: tl.constexpr, R: tl.constexpr, CB: tl.constexpr):
+    """Sum the lanes of each row and store the results for B rows of activations. totals: B tensors [R * CB]."""
+    if B == 2 or B == 4:
+        # One reduction for all: each costs barriers where a program has several warps.
+        first = tl.join(totals[0], totals[1])
+        b = tl.arange(0, 2)[None, :]
+        if B == 4:
+            y = tl.sum(tl.reshape(tl.join(first, tl.join(totals[2], totals[3])), [R, CB, 2, 2]), axis=1)
+            at = (2 * b[:, None, :] + b[:, :, None]) * out_stride + target[:, None, None]
+            tl.store(out + at, y, mask=(target < n)[:, None, None])
+        else:
+            y = tl.sum(tl.reshape(first, [R, CB, 2]), axis=1)
+            tl.store(out + b * out_stride + target[:, None], y, mask=(target < n)[:, None])
+    else:
+        for b in tl.static_range(B):
+            y = tl.sum(tl.reshape(totals[b], [R, CB]), axis=1)
+            tl.store(out + b * out_stride + target, y, mask=target < n)
+
+
+@triton.jit
+def q8_rows(
+    codes, scales, words, xs, out, program, n, out_stride,
+    B: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    R: tl.constexpr, CB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """R * STEPS rows of a Q8_0 matrix times B rows of activations. A lane takes 16 weights at a time."""
+    NB: tl.constexpr = K // 16 // CB
+    lane = tl.arange(0, R * CB)
+    chunk = lane % CB
+    row0 = program * (R * STEPS)
+    # With groups, each run of GROUP_ROWS weight rows has its own K channels of the activations.
+    group = 0 if GROUPS == 1 else row0 // GROUP_ROWS
+    x = ()
+    for b in tl.static_range(B):
+        for nb in tl.static_range(NB):
+            c = nb * CB + chunk
+            x = x + load_four(words + (b * GROUPS + group) * (K // 4) + c * 4)
+            x = x + (tl.load(xs + (b * GROUPS + group) * (K // 128) + c // 8),)
+    for step in tl.static_range(STEPS):
+        row = tl.minimum(row0 + step * R + lane // CB, n - 1)
+        code_row = codes + row.to(tl.int64) * (K // 4)
+        scale_row = scales + row.to(tl.int64) * (K // 32)
+        w = ()
+        for nb in tl.static_range(NB):
+            c = nb * CB + chunk
+            w = w + load_four(code_row + c * 4) + (tl.load(scale_row + c // 2).to(tl.float32),)
+        totals = ()
+        for b in tl.static_range(B):
+            total = tl.zeros([R * CB], tl.float32)
+            for nb in tl.static_range(NB):
+                products = lane * 0
+                for i in tl.static_range(4):
+                    products = dp4a(w[5 * nb + i], x[5 * (b * NB + nb) + i], products, ASM)
+                total += products.to(tl.float32) * (w[5 * nb + 4] * x[5 * (b * NB + nb) + 4])
+            totals = totals + (total,)
+        _store_rows(totals, out, out_stride, row0 + step * R + tl.arange(0, R), n, B, R, CB)
+
+
+@triton.jit
+def _f16_rows(
+    weight, x, out, program, n, x_stride, out_stride,
+    B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, NI: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """R * STEPS rows of an F16 matrix times B rows of float32. A lane takes 8 weights at a time, NI times unrolled."""
+    lane = tl.arange(0, R * CB)
+    chunk = lane % CB
+    row0 = program * (R * STEPS)
+    # Sums of step s and activations b stand at s * B + b.
+    totals = ()
+    for _ in tl.static_range(STEPS * B):
+        totals = totals + (tl.zeros([R * CB], tl.float32),)
+    for outer in range(K // 8 // CB // NI):
+        w = ()
+        for i in tl.static_range(NI):
+            for step in tl.static_range(STEPS):
+                row = tl.minimum(row0 + step * R + lane // CB, n - 1)
+                c = (outer * NI + i) * CB + chunk
+                w = w + load_four(weight + row.to(tl.int64) * (K // 2) + c * 4)
+        for i in tl.static_range(NI):
+            c = (outer * NI + i) * CB + chunk
+            x8 = ()
+            for b in tl.static_range(B):
+                x8 = x8 + load_four(x + b * x_stride + c * 8) + load_four(x + b * x_stride + c * 8 + 4)
+            sums = ()
+            for step in tl.static_range(STEPS):
+                for b in tl.static_range(B):
+                    total = totals[step * B + b]
+                    for j in tl.static_range(4):
+                        word = w[4 * (i * STEPS + step) + j]
+                        total += low_half(word) * x8[8 * b + 2 * j]
+                        total += high_half(word) * x8[8 * b + 2 * j + 1]
+                    sums = sums + (total,)
+            totals = sums
+    for step in tl.static_range(STEPS):
+        target = row0 + step * R + tl.arange(0, R)
+        _store_rows(totals[step * B : step * B + B], out, out_stride, target, n, B, R, CB)
+
+
+@triton.jit
+def _rows_kernel(
+    codes, scales, words, xs, q8_out, q8_n, q8_stride, q8_programs,
+    weight, x, f16_out, f16_n, f16_stride, x_stride,
+    B: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr,
+    F16: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, STEPS: tl.constexpr,
+    F_R: tl.constexpr, F_CB: tl.constexpr, F_NI: tl.constexpr, F_STEPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if Q8 & F16:
+        if program < q8_programs:
+            q8_rows(
+                codes, scales, words, xs, q8_out, program, q8_n, q8_stride, B, K, 1, 1, R, CB, STEPS, ASM
+            )  # fmt: skip
+        else:
+            _f16_rows(
+                weight, x, f16_out, program - q8_programs, f16_n, x_stride, f16_stride,
+                B, K, F_R, F_CB, F_NI, F_STEPS,
+            )  # fmt: skip
+    elif Q8:
+        q8_rows(
+            codes, scales, words, xs, q8_out, program, q8_n, q8_stride, B, K, GROUPS, GROUP_ROWS, R, CB, STEPS, ASM
+        )  # fmt: skip
+    else:
+        _f16_rows(
+            weight, x, f16_out, program, f16_n, x_stride, f16_stride, B, K, F_R, F_CB, F_NI, F_STEPS
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot_scales(scale_row, x_scale_row, unit, UNITS: tl.constexpr):
+    """Scales of UNITS units from `unit` on: two words of two fp16 each for the weights, and one of the activations."""
+    scales = ()
+    for i in tl.static_range(UNITS):
+        scales = scales + (
+            tl.load(scale_row + (unit + i) * 2),
+            tl.load(scale_row + (unit + i) * 2 + 1),
+            tl.load(x_scale_row + unit + i),
+        )
+    return scales
+
+
+@triton.jit
+def _q8_dot(
+    codes, scales, x8, xs, out, program, n, out_stride, rows,
+    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    UNITS: tl.constexpr,
+):  # fmt: skip
+    """BN rows of a Q8_0 matrix times up to BB rows of activations: a dot of 32 channels, then their scale."""
+    target = program * BN + tl.arange(0, BN)
+    row = tl.minimum(target, n - 1)
+    group = 0 if GROUPS == 1 else (program * BN) // GROUP_ROWS
+    batch = tl.arange(0, BB)
+    b = tl.minimum(batch, rows - 1) * GROUPS + group
+    i = tl.arange(0, 32)
+    w_at = codes + row.to(tl.int64)[:, None] * K + i[None, :]
+    x_at = x8 + b[None, :] * K + i[:, None]
+    s_at = scales + row.to(tl.int64) * (K // 64)
+    xs_at = xs + b * (K // 128)
+    total = tl.zeros([BN, BB], tl.float32)
+    # The compiler lets only the operands of a dot run ahead, so the scales are fetched one round early by hand.
+    following = _dot_scales(s_at, xs_at, 0, UNITS)
+    for unit in range(0, K // 128, UNITS):
+        current = following
+        following = _dot_scales(s_at, xs_at, tl.minimum(unit + UNITS, K // 128 - UNITS), UNITS)
+        for u in tl.static_range(UNITS):
+            part = tl.zeros([BN, BB], tl.float32)
+            for g in tl.static_range(4):
+                w = tl.load(w_at + ((unit + u) * 128 + g * 32))
+                x = tl.load(x_at + ((unit + u) * 128 + g * 32))
+                pair = current[3 * u + g // 2]
+                s = low_half(pair) if g % 2 == 0 else high_half(pair)
+                part += tl.dot(w, x, out_dtype=tl.int32).to(tl.float32) * s[:, None]
+            total += part * current[3 * u + 2][None, :]
+    at = out + batch[None, :] * out_stride + target[:, None]
+    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
+
+
+@triton.jit
+def _f16_dot(
+    weight, x, out, program, n, x_stride, out_stride, rows,
+    K: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BN rows of an F16 matrix times up to BB rows of float32, these as the sum of two fp16 each."""
+    target = program * BN + tl.arange(0, BN)
+    row = tl.minimum(target, n - 1)
+    batch = tl.arange(0, BB)
+    i = tl.arange(0, BK)
+    w_at = weight + row.to(tl.int64)[:, None] * K + i[None, :]
+    x_at = x + tl.minimum(batch, rows - 1)[None, :] * x_stride + i[:, None]
+    total = tl.zeros([BN, BB], tl.float32)
+    rest = tl.zeros([BN, BB], tl.float32)
+    for k in range(0, K, BK):
+        w = tl.load(w_at + k)
+        values = tl.load(x_at + k) * COARSE
+        coarse = values.to(tl.float16)
+        fine = ((values - coarse.to(tl.float32)) * FINE).to(tl.float16)
+        total = tl.dot(w, coarse, total)
+        rest = tl.dot(w, fine, rest)
+    total = (total + rest * (1 / FINE)) * (1 / COARSE)
+    at = out + batch[None, :] * out_stride + target[:, None]
+    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
+
+
+@triton.jit
+def _dot_kernel(
+    codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
+    weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
+    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, F_BN: tl.constexpr, F_BK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if Q8 & F16:
+        if program < q8_programs:
+            _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, 1, 1, BN, BB, UNITS)
+        else:
+            _f16_dot(
+                weight, x, f16_out, program - q8_programs, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK
+            )  # fmt: skip
+    elif Q8:
+        _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, GROUPS, GROUP_ROWS, BN, BB, UNITS)
+    else:
+        _f16_dot(weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How programs are cut. None: chosen by the shape.
+
+    Attributes:
+        warps: of a program.
+        steps: with up to `DP4A_ROWS` rows, how many times over a program takes the rows that its lanes hold.
+        rows: with more, weight rows of a program.
+        span: with more, channels of one round of a program, a power of two from 128 on.
+        stages: with more, how many rounds are on their way or at work.
+    """
+
+    warps: int | None = None
+    steps: int | None = None
+    rows: int | None = None
+    span: int | None = None
+    stages: int | None = None
+
+
+def _power_of_two(count: int, limit: int) -> int:
+    """The largest power of two that divides `count`, at most `limit`."""
+    return min(count & -count, limit)
+
+
+def lanes_of(k: int, per_lane: int, warps: int) -> tuple[int, int]:
+    """Rows side by side and lanes of a row, for rows of k weights of which a lane takes `per_lane` at a time."""
+    lanes = _power_of_two(k // per_lane, 32 * warps)
+    return 32 * warps // lanes, lanes
+
+
+def _launch(
+    q8: Q8Planes | None,
+    q: Quantised | None,
+    q8_out: Tensor | None,
+    f16: F16Planes | None,
+    x: Tensor | None,
+    f16_out: Tensor | None,
+    groups: int,
+    tile: Tile,
+) -> None:
+    some = q8_out if q8_out is not None else f16_out
+    assert some is not None
+    rows = some.shape[0]
+    planes = q8 or f16
+    assert planes is not None
+    k, q8_n, f16_n = planes.k, q8.n if q8 else 0, f16.n if f16 else 0
+    few = rows <= DP4A_ROWS
+    if q8:
+        assert q is not None
+        assert q.words is not None
+        codes, scales, words, xs = q8.codes, q8.scales, q.words, q.scales
+        if not few:
+            codes, scales, words = codes.view(torch.int8), scales.view(torch.int32), words.view(torch.int8)
+    else:
+        codes = scales = words = xs = some
+    if f16:
+        assert x is not None
+        weight = f16.weight.view(torch.int32) if few else f16.weight
+    else:
+        weight = x = some
+    q8_target, f16_target = (some if out is None else out for out in (q8_out, f16_out))
+    q8_args = (codes, scales, words, xs, q8_target, q8_n, q8_target.stride(0))
+    f16_args = (weight, x, f16_target, f16_n, f16_target.stride(0))
+    shape = {"K": k, "GROUPS": groups, "GROUP_ROWS": q8_n // groups, "Q8": q8 is not None, "F16": f16 is not None}
+    if few:
+        warps = tile.warps or (1 if k < 4096 else 8 if k > 8192 else 4)
+        r, cb = lanes_of(k, 16, warps)
+        f_r, f_cb = lanes_of(k, 8, warps)
+        if groups > 1 and q8_n // groups % r:
+            raise ValueError(f"groups of {q8_n // groups} rows do not fit programs of {r}")
+        steps = tile.steps or max(1, 4 // r if k < 2048 else 2 // r if k < 4096 and rows == 1 else 1)
+        steps = steps if (q8_n // groups) % (r * steps) == 0 else 1
+        # Float activations are four times the bytes: with several rows of them, read them for two weight rows at least.
+        f_steps = tile.steps or (max(2 // f_r, 1) if rows > 1 or k < 2048 else 1)
+        q8_programs = triton.cdiv(q8_n, r * steps)
+        grid = (q8_programs + triton.cdiv(f16_n, f_r * f_steps),)
+        _rows_kernel[grid](
+            *q8_args, q8_programs, *f16_args, x.stride(0),
+            B=rows, R=r, CB=cb, STEPS=steps, F_R=f_r, F_CB=f_cb, F_NI=_power_of_two(k // 8 // f_cb, 4), F_STEPS=f_steps,
+            ASM=use_asm(some), **shape, num_warps=warps,
+        )  # fmt: skip
+        return
+    bb = max(16, triton.next_power_of_2(rows))
+    bn = tile.rows or (32 if q8_n + f16_n >= 8192 else 16)
+    while q8_n // groups % bn and groups > 1:
+        bn //= 2
+    span = _power_of_two(k, tile.span or (512 if bb == 16 else 256))
+    q8_programs = triton.cdiv(q8_n, bn)
+    _dot_kernel[(q8_programs + triton.cdiv(f16_n, bn),)](
+        *q8_args, q8_programs, *f16_args, x.stride(0), rows,
+        BN=bn, BB=bb, UNITS=span // 128, F_BN=bn, F_BK=span // 4, **shape,
+        num_warps=tile.warps or bn // 16 * max(1, bb // 32), num_stages=tile.stages or 3,
+    )  # fmt: skip
+
+
+def _check_q8(planes: Q8Planes, x: Quantised, out: Tensor, groups: int) -> None:
+    if x.words is None or x.k != groups * planes.k:
+        raise ValueError(f"expected {groups * planes.k} channels in natural order, got {x.k}")
+    if out.shape != (x.rows, planes.n) or out.stride(1) != 1:
+        raise ValueError(f"expected an output of {x.rows} rows of {planes.n}, got {list(out.shape)}")
+
+
+def _check_f16(planes: F16Planes, x: Tensor, out: Tensor) -> None:
+    if x.shape[1] != planes.k or x.stride(1) != 1 or x.dtype != torch.float32:
+        raise ValueError(f"expected float32 with {planes.k} channels, got {x.dtype} {list(x.shape)}")
+    if out.shape != (x.shape[0], planes.n) or out.stride(1) != 1:
+        raise ValueError(f"expected an output of {x.shape[0]} rows of {planes.n}, got {list(out.shape)}")
+
+
+def gemv(planes: Q8Planes, x: Quantised, out: Tensor, tile: Tile = Tile()) -> None:
+    """x @ weight^T as `ops.linear`, for 1 to 64 rows of quantised activations with words.
+
+    Args:
+        out: float32 [rows, n], columns contiguous.
+    """
+    _check_q8(planes, x, out, 1)
+    _launch(planes, x, out, None, None, None, 1, tile)
+
+
+def gemv_grouped(planes: Q8Planes, x: Quantised, out: Tensor, groups: int, tile: Tile = Tile()) -> None:
+    """As `ops.grouped_linear`: each of `groups` runs of rows multiplies its own part of the channels.
+
+    Args:
+        planes: [groups * rows of a group, k].
+        x: [rows, groups * k] with words.
+        out: float32 [rows, groups * rows of a group], columns contiguous.
+    """
+    _check_q8(planes, x, out, groups)
+    _launch(planes, x, out, None, None, None, groups, tile)
+
+
+def gemv_f16(planes: F16Planes, x: Tensor, out: Tensor, tile: Tile = Tile()) -> None:
+    """x @ weight^T as `ops.linear`, for 1 to 64 rows float32 [rows, k]; out float32 [rows, n], columns contiguous.
+
+    With more than `DP4A_ROWS` rows, activations beyond 1.6e7 in size give what is not finite.
+    """
+    _check_f16(planes, x, out)
+    _launch(None, None, None, planes, x, out, 1, tile)
+
+
+def gemv_both(
+    planes: Q8Planes,
+    x: Quantised,
+    out: Tensor,
+    f16_planes: F16Planes,
+    f16_x: Tensor,
+    f16_out: Tensor,
+    tile: Tile = Tile(),
+) -> None:
+    """`gemv` and `gemv_f16` of the same rows and channels in one launch."""
+    _check_q8(planes, x, out, 1)
+    _check_f16(f16_planes, f16_x, f16_out)
+    if planes.k != f16_planes.k or out.shape[0] != f16_out.shape[0]:
+        raise ValueError(f"{out.shape[0]} rows of {planes.k} and {f16_out.shape[0]} rows of {f16_planes.k} differ")
+    _launch(planes, x, out, f16_planes, f16_x, f16_out, 1, tile)

@@ -1,0 +1,58 @@
+"""Instructions that Triton has no name for, each with a plain twin.
+
+`ASM` chooses: the instruction on a GPU, plain arithmetic of the same result in the interpreter, which runs no inline
+assembly. Launchers take it from `use_asm`.
+
+The byte tables that `prmt` looks up come as values, loaded from memory by the kernel: the compiler would build
+constants anew for every lookup, one more instruction each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def use_asm(tensor: Tensor) -> bool:
+    """True where kernels on this tensor's device may use inline assembly."""
+    return tensor.is_cuda and not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def dp4a(a, b, c, ASM: tl.constexpr):
+    """c + sum of the four products of signed bytes of a and b; int32 [lanes]."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        shift = (24 - 8 * tl.arange(0, 4))[None, :]
+        return c + tl.sum(((a[:, None] << shift) >> 24) * ((b[:, None] << shift) >> 24), axis=1)
+
+
+@triton.jit
+def lookup_bytes(low, high, selector, ASM: tl.constexpr):
+    """Four bytes of the eight in `low` and `high`, named by the low four nibbles, each below 8, of selector [lanes]."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        i = tl.arange(0, 4)[None, :]
+        code = (selector[:, None] >> (4 * i)) & 7
+        # `low` and `high` are single words or one a lane.
+        source = tl.where(code < 4, (selector * 0 + low)[:, None], (selector * 0 + high)[:, None])
+        return tl.sum(((source >> (8 * (code & 3))) & 255) << (8 * i), axis=1)
+
+
+@triton.jit
+def low_half(word):
+    """The fp16 in the low half of a word, as float32."""
+    return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def high_half(word):
+    """The fp16 in the high half of a word, as float32."""
+    return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,0 +1,345 @@
+"""Activations as signed bytes with a scale for every 128, plain or fused with what comes before.
+
+A value is scale * code with scale = (largest magnitude of its 128) / 127 and codes rounded to nearest. `Quantised`
+holds them in the orders that the matrix kernels want.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds4.ops.kernels.planes import UNIT
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Quantised activations of `rows` rows of k channels, U = k / 128 units each.
+
+    Attributes:
+        scales: float32 [rows, U].
+        words: int32 [rows, k/4], four codes a word in natural order (for Q8_0 matrices), or None.
+        lanes: int32 [rows, 8, U, 4], the 32 words of a unit in fours, as expert planes have them, or None.
+        sums: int32 [rows, U, 4], word j: sums of the two halves of group j of a unit as two int16 (for formats with
+            minima), or None.
+    """
+
+    scales: Tensor
+    words: Tensor | None = None
+    lanes: Tensor | None = None
+    sums: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, rows: int, k: int, device: torch.device | str, words: bool = True, lanes: bool = False, sums: bool = False
+    ) -> Quantised:
+        """Buffers without content; `sums` only makes sense with `lanes`."""
+        if k % UNIT:
+            raise ValueError(f"{k} channels cannot be quantised: not a multiple of {UNIT}")
+        u = k // UNIT
+
+        def take(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            scales=torch.empty((rows, u), dtype=torch.float32, device=device),
+            words=take(rows, k // 4) if words else None,
+            lanes=take(rows, 8, u, 4) if lanes else None,
+            sums=take(rows, u, 4) if sums else None,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.scales.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.scales.shape[1] * UNIT
+
+    def first(self, rows: int) -> Quantised:
+        """The first rows, no copy."""
+        words, lanes, sums = (t if t is None else t[:rows] for t in (self.words, self.lanes, self.sums))
+        return Quantised(self.scales[:rows], words, lanes, sums)
+
+    def codes(self) -> Tensor:
+        """int8 [rows, k] in natural order, from whichever order is there."""
+        if self.words is not None:
+            return self.words.view(torch.int8).view(self.rows, self.k)
+        assert self.lanes is not None
+        return self.lanes.transpose(1, 2).contiguous().view(torch.int8).view(self.rows, self.k)
+
+    def dequantise(self) -> Tensor:
+        """float32 [rows, k], the values that the matrix kernels see."""
+        blocks = self.codes().view(self.rows, -1, UNIT).float()
+        return (blocks * self.scales.unsqueeze(-1)).view(self.rows, self.k)
+
+
+# --- device functions -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quantise_units(x):
+    """x float32 [units, 128] -> codes int32 [units, 128] and scales [units]. A unit of zeros has scale 0."""
+    largest = tl.max(tl.abs(x), axis=1)
+    inverse = 127.0 / tl.maximum(largest, 1e-30)
+    return tl.floor(x * inverse[:, None] + 0.5).to(tl.int32), largest / 127.0
+
+
+@triton.jit
+def store_quantised(
+    x, u, live, scales, words, lanes, sums,
+    U: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Quantise x float32 [units, 128] and store it into one row of a `Quantised`, whose pointers come already advanced.
+
+    u: int32 [units], which units of the row these are; live: which of them exist. For kernels that fuse this behind
+    something else.
+    """
+    UB: tl.constexpr = x.shape[0]
+    codes, scale = quantise_units(x)
+    tl.store(scales + u, scale, mask=live)
+    place = tl.arange(0, 4)[None, None, :]
+    word = tl.sum((tl.reshape(codes, [UB, 32, 4]) & 255) << (8 * place), axis=2)
+    t = tl.arange(0, 32)[None, :]
+    if WORDS:
+        tl.store(words + u[:, None] * 32 + t, word, mask=live[:, None])
+    if LANES:
+        tl.store(lanes + ((t // 4) * U + u[:, None]) * 4 + t % 4, word, mask=live[:, None])
+    if SUMS:
+        halves = tl.reshape(tl.sum(tl.reshape(codes, [UB, 8, 16]), axis=2), [UB, 4, 2])
+        second = tl.arange(0, 2)[None, None, :] == 1
+        pair = tl.sum(tl.where(second, halves << 16, halves & 0xFFFF), axis=2)
+        tl.store(sums + u[:, None] * 4 + tl.arange(0, 4)[None, :], pair, mask=live[:, None])
+
+
+@triton.jit
+def _quantise_block(
+    x, x_stride, row, block, scales, words, lanes, sums,
+    U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    u = block * UB + tl.arange(0, UB)
+    live = u < U
+    at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
+    values = tl.load(x + row * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
+    store_quantised(
+        values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
+        U, WORDS, LANES, SUMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_block(
+    gate, up, x_stride, weights, clamp, hidden, row, block, scales, words, lanes, sums,
+    U: tl.constexpr, UB: tl.constexpr, WEIGHTS: tl.constexpr, HIDDEN: tl.constexpr, CODES: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    u = block * UB + tl.arange(0, UB)
+    live = u < U
+    at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
+    g = tl.load(gate + row * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
+    v = tl.load(up + row * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
+    g = tl.minimum(g, clamp)
+    values = g / (1.0 + tl.exp(-g)) * tl.minimum(tl.maximum(v, -clamp), clamp)
+    if WEIGHTS:
+        values = values * tl.load(weights + row)
+    if HIDDEN:
+        tl.store(hidden + row * (128 * U) + at, values.to(hidden.dtype.element_ty), mask=live[:, None])
+    if CODES:
+        store_quantised(
+            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
+            U, WORDS, LANES, SUMS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantise_kernel(
+    x, x_stride, scales, words, lanes, sums,
+    U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _quantise_block(x, x_stride, row, tl.program_id(1), scales, words, lanes, sums, U, UB, WORDS, LANES, SUMS)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, x_stride, weight, eps, normed, normed_stride, scales, words, lanes, sums,
+    U: tl.constexpr, UB: tl.constexpr, WEIGHT: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    u = tl.arange(0, UB)
+    live = u < U
+    at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
+    values = tl.load(x + row * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
+    square = tl.sum(tl.sum(values * values, axis=1), axis=0)
+    values = values * (1.0 / tl.sqrt(square / (U * 128) + eps))
+    if WEIGHT:
+        values = values * tl.load(weight + at, mask=live[:, None], other=0.0)
+    if NORMED:
+        tl.store(normed + row * normed_stride + at, values.to(normed.dtype.element_ty), mask=live[:, None])
+    if CODES:
+        store_quantised(
+            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
+            U, WORDS, LANES, SUMS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate, up, x_stride, weights, clamp, hidden, scales, words, lanes, sums,
+    U: tl.constexpr, UB: tl.constexpr, WEIGHTS: tl.constexpr, HIDDEN: tl.constexpr, CODES: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _swiglu_block(
+        gate, up, x_stride, weights, clamp, hidden, row, tl.program_id(1), scales, words, lanes, sums,
+        U, UB, WEIGHTS, HIDDEN, CODES, WORDS, LANES, SUMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _both_kernel(
+    x, x_stride, scales, words, lanes, sums, rows,
+    gate, up, s_stride, clamp, s_scales, s_words, s_lanes, s_sums,
+    U: tl.constexpr, S_U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    S_WORDS: tl.constexpr, S_LANES: tl.constexpr, S_SUMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if row < rows:
+        _quantise_block(x, x_stride, row, block, scales, words, lanes, sums, U, UB, WORDS, LANES, SUMS)
+    else:
+        _swiglu_block(
+            gate, up, s_stride, gate, clamp, gate, row - rows, block, s_scales, s_words, s_lanes, s_sums,
+            S_U, UB, False, False, True, S_WORDS, S_LANES, S_SUMS,
+        )  # fmt: skip
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _targets(out: Quantised | None, stand_in: Tensor) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
+    """The four pointers of a `Quantised`, a stand-in where there is none, and which are there."""
+    if out is None:
+        return (stand_in,) * 4, {"WORDS": False, "LANES": False, "SUMS": False}
+    parts = (out.words, out.lanes, out.sums)
+    tensors = tuple(out.scales if t is None else t for t in parts)
+    return (out.scales, *tensors), {
+        name: t is not None for name, t in zip(("WORDS", "LANES", "SUMS"), parts, strict=True)
+    }
+
+
+def _check(x: Tensor, channels: int, out: Quantised | None) -> int:
+    """Units of a row, after a look at the shapes."""
+    if x.dim() != 2 or x.stride(1) != 1 or channels % UNIT:
+        raise ValueError(f"expected rows of whole units of {UNIT} channels, got {list(x.shape)}")
+    if out is not None and (out.k != channels or out.rows != x.shape[0]):
+        raise ValueError(f"{x.shape[0]} rows of {channels} do not fit buffers of {out.rows} rows of {out.k}")
+    return channels // UNIT
+
+
+def quantise(x: Tensor, out: Quantised) -> None:
+    """x float32, bfloat16 or float16 [rows, k], rows contiguous -> `out`."""
+    units = _check(x, x.shape[1], out)
+    targets, orders = _targets(out, x)
+    block = min(4, triton.next_power_of_2(units))
+    _quantise_kernel[(x.shape[0], triton.cdiv(units, block))](
+        x, x.stride(0), *targets, U=units, UB=block, **orders, num_warps=block
+    )
+
+
+def rms_norm_quantise(
+    x: Tensor, weight: Tensor | None, eps: float, out: Quantised | None, normed: Tensor | None = None
+) -> None:
+    """`ops.rms_norm` of each row, quantised into `out`.
+
+    Args:
+        x: float32, bfloat16 or float16 [rows, k], rows contiguous.
+        weight: float32 [k] or None.
+        out: where the codes go, or None.
+        normed: any float dtype [rows, k], takes the normalised rows as they are, or None.
+    """
+    units = _check(x, x.shape[1], out)
+    targets, orders = _targets(out, x)
+    block = triton.next_power_of_2(units)
+    _rms_norm_kernel[(x.shape[0],)](
+        x,
+        x.stride(0),
+        x if weight is None else weight,
+        eps,
+        x if normed is None else normed,
+        0 if normed is None else normed.stride(0),
+        *targets,
+        U=units,
+        UB=block,
+        WEIGHT=weight is not None,
+        NORMED=normed is not None,
+        CODES=out is not None,
+        **orders,
+        num_warps=min(16, max(1, block // 4)),
+    )
+
+
+def swiglu_quantise(
+    gate_up: Tensor, clamp: float, out: Quantised | None, weights: Tensor | None = None, hidden: Tensor | None = None
+) -> None:
+    """`ops.swiglu` of each row, quantised into `out`.
+
+    Args:
+        gate_up: float32, bfloat16 or float16 [rows, 2 k]: the gate's channels, then up's.
+        weights: float32 [rows], multiplied in before quantising, or None.
+        hidden: any float dtype [rows, k], contiguous, takes the values as they are, or None.
+    """
+    k = gate_up.shape[1] // 2
+    units = _check(gate_up, k, out)
+    targets, orders = _targets(out, gate_up)
+    block = min(4, triton.next_power_of_2(units))
+    _swiglu_kernel[(gate_up.shape[0], triton.cdiv(units, block))](
+        gate_up,
+        gate_up[:, k:],
+        gate_up.stride(0),
+        gate_up if weights is None else weights,
+        clamp,
+        gate_up if hidden is None else hidden,
+        *targets,
+        U=units,
+        UB=block,
+        WEIGHTS=weights is not None,
+        HIDDEN=hidden is not None,
+        CODES=out is not None,
+        **orders,
+        num_warps=block,
+    )
+
+
+def quantise_and_swiglu(x: Tensor, out: Quantised, gate_up: Tensor, clamp: float, swiglu_out: Quantised) -> None:
+    """`quantise(x, out)` and `swiglu_quantise(gate_up, clamp, swiglu_out)` in one launch.
+
+    At decode these are the hidden values of the routed experts and those of the shared expert.
+    """
+    k = gate_up.shape[1] // 2
+    units, s_units = _check(x, x.shape[1], out), _check(gate_up, k, swiglu_out)
+    targets, orders = _targets(out, x)
+    s_targets, s_orders = _targets(swiglu_out, gate_up)
+    block = min(4, triton.next_power_of_2(max(units, s_units)))
+    _both_kernel[(x.shape[0] + gate_up.shape[0], triton.cdiv(max(units, s_units), block))](
+        x,
+        x.stride(0),
+        *targets,
+        x.shape[0],
+        gate_up,
+        gate_up[:, k:],
+        gate_up.stride(0),
+        clamp,
+        *s_targets,
+        U=units,
+        S_U=s_units,
+        UB=block,
+        **orders,
+        **{f"S_{name}": there for name, there in s_orders.items()},
+        num_warps=block,
+    )
