@@ -1,0 +1,1 @@
+"""The graph on a CUDA device. `plan` needs none; the rest is imported only where there is one."""

@@ -1,0 +1,557 @@
+"""What a model takes on a card, reckoned from the file's header before anything is loaded.
+
+Weights, KV and scratch are exact for the layouts of `ds4.ops.kernels`; what the CUDA context and the graphs take is an
+estimate. Nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gguf import GGMLQuantizationType
+
+from ds4.errors import Ds4Error
+from ds4.gguf.file import open_model
+from ds4.gguf.header import TensorInfo
+from ds4.gguf.shape import EXPERT_TYPES, Shape
+from ds4.ops.kernels.planes import Iq2Layout, planes_nbytes
+
+GIB = 1 << 30
+CARDS = (141, 96, 80, 24)
+"""Sizes of cards in GB, as they are sold, for which the table says what fits."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a decode step: the sessions are filled up to one of these."""
+PAGE_ROWS = 64
+SEGMENT_PAGES = 64
+"""Pages by which a pool of compressed rows grows."""
+MAX_SESSIONS = 1024
+DEFAULT_SESSIONS = 8
+VOCABULARY_ROWS = 8192
+"""Rows of the vocabulary matrix that are decoded at once with `quality`."""
+
+# A card of 80 GB has nearly 80 GiB, of which the driver keeps some.
+_USABLE = 0.985
+_SLACK = 17  # rows and tokens that rings hold beyond window and block, for cutting without a checkpoint
+_CONTEXT = 700 << 20  # the CUDA context, code of kernels, workspaces of libraries: an estimate
+_NODE = 16 << 10  # a kernel in a graph, an estimate
+_NODES = 21  # kernels of a layer in a graph
+_INDEX_SCORES = 512 << 20  # prefill scores so many bytes of keys at once at most
+_SHORT_LIST = 2048  # candidates of a row in sampling
+_CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
+_STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
+_SELECT_BLOCK = 8192  # keys of which the best are chosen at once
+_SMALL_CONTEXT = 32_768  # a default context is not made smaller than this as long as fewer sessions help
+_GROUPED_ROWS = 16  # from so many rows on, a step sorts its experts
+
+Place = Literal["card", "host"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan is made for.
+
+    Attributes:
+        context: tokens of each session.
+        sessions: how many are live at once.
+        layout: of IQ2_XXS experts; "a" is faster and larger.
+        chunk: tokens of a prefill step.
+        experts_at_once: experts whose matrices are decoded at once in prefill.
+        checkpoint_bytes: what the ways back into earlier positions may hold, in host memory.
+        quality: matrices and activations are float32, and every step is one of prefill.
+    """
+
+    context: int
+    sessions: int = 1
+    layout: Iq2Layout = "b"
+    chunk: int = 4096
+    experts_at_once: int = 64
+    checkpoint_bytes: int = GIB
+    quality: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context", "sessions", "chunk", "experts_at_once"):
+            if getattr(self, name) < 1:
+                raise Ds4Error(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.sessions > MAX_SESSIONS:
+            raise Ds4Error(f"{self.sessions} sessions cannot be live at once, at most {MAX_SESSIONS} can")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of a plan: `part` is what it belongs to, `detail` explains the number."""
+
+    part: str
+    name: str
+    nbytes: int
+    detail: str = ""
+    place: Place = "card"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan fits on a card.
+
+    Attributes:
+        free: bytes that are left; negative if they are missing.
+        advice: what would make it fit, or what else would fit.
+    """
+
+    card_gb: float
+    fits: bool
+    free: int
+    advice: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The items of a plan, and the same for other options."""
+
+    shape: Shape
+    options: Options
+    tensors: Mapping[str, TensorInfo]
+    items: tuple[Item, ...]
+
+    @property
+    def card_bytes(self) -> int:
+        """All that has to be on the card."""
+        return sum(item.nbytes for item in self.items if item.place == "card")
+
+    def bytes_of(self, part: str) -> int:
+        return sum(item.nbytes for item in self.items if item.part == part)
+
+    def session_bytes(self) -> int:
+        """What each session takes on the card."""
+        return self.bytes_of("sessions") // self.options.sessions
+
+    def page_limits(self) -> dict[int, int]:
+        """Ratio -> pages of its compressed rows that all sessions together can fill."""
+        o, ratios = self.options, {*self.shape.ratios} - {0}
+        return {ratio: o.sessions * max(1, _paged(o.context, ratio) // PAGE_ROWS) for ratio in sorted(ratios)}
+
+    def change(self, **options: int | str) -> MemoryPlan:
+        """The plan with other options."""
+        return plan_memory(self.shape, self.tensors, replace(self.options, **options))  # type: ignore[arg-type]
+
+    def verdict(self, card_gb: float) -> Verdict:
+        """Does it fit on a card of that size, as it is sold, and what could be changed?"""
+        room = int(card_gb * GIB * _USABLE)
+        free = room - self.card_bytes
+        advice = _more(self, room) if free >= 0 else _less(self, room)
+        return Verdict(card_gb, free >= 0, free, tuple(advice))
+
+    def check(self, room: int) -> None:
+        """Raise `Ds4Error` with advice if more than `room` bytes are needed on the card."""
+        if self.card_bytes > room:
+            o = self.options
+            sessions = f"{o.sessions} session{'s' if o.sessions > 1 else ''} of {o.context:,} tokens"
+            raise Ds4Error(
+                f"the model with {sessions} takes {size(self.card_bytes)} on the card, but {size(max(room, 0))} are"
+                f" free there; {'; '.join(_less(self, room))}"
+            )
+
+    def table(self, cards: Iterable[float] = CARDS) -> str:
+        """The plan as text: items, sums, and a verdict for each card."""
+        o = self.options
+        width = max(len(item.name) for item in self.items) + 2
+        sessions = f"{o.sessions} session{'s' if o.sessions > 1 else ''} of {o.context:,} tokens"
+        lines = [f"Memory plan: {self.shape.name}, {sessions}, prefill chunk {o.chunk:,}"]
+        part = ""
+        for item in self.items:
+            if item.part != part:
+                part = item.part
+                lines += ["", f"{part}: {size(self.bytes_of(part))}"]
+            detail = f"   {item.detail}" if item.detail else ""
+            lines.append(f"  {item.name:<{width}}{size(item.nbytes):>11}{detail}".rstrip())
+        lines += ["", f"on the card: {size(self.card_bytes)}", ""]
+        for card in cards:
+            verdict = self.verdict(card)
+            text = f"fits, {size(verdict.free)} left" if verdict.fits else f"does not fit, {size(-verdict.free)} short"
+            lines.append(f"{card:g} GB card: {text}")
+            lines += [f"  - {advice}" for advice in verdict.advice]
+        return "\n".join(lines) + "\n"
+
+
+def memory_plan(path: str | os.PathLike[str], options: Options) -> MemoryPlan:
+    """The plan for a model file, from its header: what `ds4 --plan -m FILE --ctx N --sessions M` prints as a table.
+
+    Raises:
+        FileFormatError: the file cannot be used.
+        Ds4Error: the context is longer than the model's.
+    """
+    file = open_model(path)
+    if options.context > file.shape.context:
+        raise Ds4Error(f"a context of {options.context} tokens is more than the model's {file.shape.context}")
+    return plan_memory(file.shape, file.tensors, options)
+
+
+def fit(
+    shape: Shape,
+    tensors: Mapping[str, TensorInfo],
+    room: int,
+    *,
+    context: int | None = None,
+    sessions: int | None = None,
+    chunk: int | None = None,
+    layout: Iq2Layout = "b",
+    checkpoint_bytes: int = GIB,
+    quality: bool = False,
+) -> MemoryPlan:
+    """The plan for a card with `room` free bytes: what is None becomes the most that fits, up to its default.
+
+    The defaults: the model's context, `DEFAULT_SESSIONS` sessions, and chunks of 4,096 tokens, 2,048 with `quality`.
+    Smaller chunks are taken only if nothing else helps, fewer sessions only if the context has been given or is too
+    small otherwise.
+
+    Raises:
+        Ds4Error: what is wanted does not fit; with advice.
+    """
+    most = min(context or shape.context, shape.context)
+    counts = [DEFAULT_SESSIONS, 4, 2, 1] if sessions is None else [sessions]
+    plans = [
+        plan_memory(shape, tensors, Options(most, count, layout, tokens, experts, checkpoint_bytes, quality))
+        for tokens, experts in steps_of(chunk, quality)
+        for count in counts
+    ]
+    for least in (min(most, _SMALL_CONTEXT), 1):
+        for plan in plans:
+            found = most if plan.card_bytes <= room else 0
+            if not found and context is None:
+                found = _most(plan, "context", most, room, min(1024, most))
+            if found >= least:
+                return plan.change(context=found)
+    plans[0].check(room)
+    raise AssertionError("a plan that fits was not taken")
+
+
+def steps_of(chunk: int | None, quality: bool) -> list[tuple[int, int]]:
+    """Chunks and experts at once that are tried, in this order; float32 takes twice as much."""
+    steps = [(4096, 64), (2048, 32), (1024, 16), (512, 8)][1 if quality else 0 :]
+    return steps if chunk is None else [(chunk, experts) for _, experts in steps]
+
+
+def plan_memory(shape: Shape, tensors: Mapping[str, TensorInfo], options: Options) -> MemoryPlan:
+    """The plan for a shape and the tensors of a file."""
+    items = [*_weights(shape, tensors, options), *_sessions(shape, options), *_checkpoints(shape, options)]
+    items += [*_prefill(shape, options), *_decode(shape, options)]
+    return MemoryPlan(shape, options, tensors, tuple(items))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+_FAMILIES = {
+    "token_embd": "embedding",
+    "output.": "vocabulary matrix",
+    "_exps.": "routed experts",
+    "_shexp.": "shared experts",
+    "compressor": "compressors and indexers",
+    "indexer": "compressors and indexers",
+    "ffn_gate": "routers",
+    "exp_probs": "routers",
+    "hc_": "hyper-connections",
+    "attn_": "attention projections",
+    "": "others",
+}
+"""The first of these parts that a matrix's name has says what it is."""
+
+_VECTORS = "norms, biases and the like"
+
+
+def _weights(shape: Shape, tensors: Mapping[str, TensorInfo], options: Options) -> list[Item]:
+    """One item for each family and type. Tensors that share their data in the file are loaded once."""
+    sums: dict[tuple[str, GGMLQuantizationType], int] = {}
+    seen = set()
+    for info in sorted(tensors.values(), key=lambda info: info.offset):
+        if info.offset in seen:
+            continue
+        seen.add(info.offset)
+        family = next(family for part, family in _FAMILIES.items() if part in info.name)
+        key = (_VECTORS, GGMLQuantizationType.F32) if _is_vector(info) else (family, info.type)
+        sums[key] = sums.get(key, 0) + weight_bytes(info, options.layout)
+    order = [*dict.fromkeys(_FAMILIES.values()), _VECTORS]
+    items = []
+    for (family, kind), nbytes in sorted(sums.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1].name)):
+        form = f"{kind.name}, layout {options.layout.upper()}" if kind.name == "IQ2_XXS" else kind.name
+        items.append(Item("weights", f"{family}, {form}", nbytes))
+    return items
+
+
+def _is_vector(info: TensorInfo) -> bool:
+    """Kept as float32: vectors and the small tables of the compressors."""
+    return len(info.dims) == 1 or "_ape." in info.name
+
+
+def weight_bytes(info: TensorInfo, layout: Iq2Layout) -> int:
+    """Bytes of a tensor on the card: planes of matrices, float32 vectors, the rest as stored."""
+    if _is_vector(info):
+        return 4 * info.n_values
+    if info.name.startswith("token_embd"):
+        return info.nbytes
+    k, n, *experts = info.dims
+    try:
+        return planes_nbytes(info.type, n, k, experts[0] if experts else 1, layout)
+    except (ValueError, KeyError):
+        return info.nbytes  # types without planes
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def row_bytes(shape: Shape) -> int:
+    """A window or compressed row: FP8 codes, the bf16 tail, an exponent for each 64 channels and a byte to fill up."""
+    return shape.head_dim - shape.rope_dim + 2 * shape.rope_dim + shape.head_dim // 64
+
+
+def key_bytes(shape: Shape) -> int:
+    """An index key: FP4 codes and an exponent for each 32 channels."""
+    return shape.index_dim // 2 + shape.index_dim // 32
+
+
+def _paged(tokens: int, ratio: int) -> int:
+    """Compressed rows that are held for so many tokens, in whole pages."""
+    return -(-(tokens // ratio) // PAGE_ROWS) * PAGE_ROWS
+
+
+def _compressors(shape: Shape) -> list[tuple[int, int, int]]:
+    """Ratio, tokens of a pooled block and channels of each compressor, one of a layer or, with indexer, two."""
+    found = []
+    for layer, ratio in enumerate(shape.ratios):
+        if ratio:
+            sparse = shape.has_indexer(layer)
+            wide = 2 if sparse else 1
+            found.append((ratio, wide * ratio, wide * shape.head_dim))
+            if sparse:
+                found.append((ratio, wide * ratio, wide * shape.index_dim))
+    return found
+
+
+def _ratios(shape: Shape) -> list[int]:
+    return sorted({*shape.ratios} - {0})
+
+
+def _table_bytes(shape: Shape, ratio: int, tokens: int) -> int:
+    """The page table of a sequence, and its part of what the segments of a pool are larger than their pages."""
+    pages = max(1, _paged(tokens, ratio) // PAGE_ROWS)
+    row = row_bytes(shape) + (key_bytes(shape) if ratio == shape.sparse_ratio else 0)
+    page = shape.ratios.count(ratio) * PAGE_ROWS * row
+    return 4 * pages + pages // SEGMENT_PAGES * page
+
+
+def _sessions(shape: Shape, options: Options) -> list[Item]:
+    m, n = options.sessions, options.context
+    items = []
+    for ratio in sorted({*shape.ratios} - {0}):
+        layers = shape.ratios.count(ratio)
+        rows = layers * _paged(n, ratio) * row_bytes(shape)
+        detail = f"{layers} layers x {_paged(n, ratio):,} rows x {row_bytes(shape)} B"
+        items.append(Item("sessions", f"rows, ratio {ratio}", m * rows, detail))
+        if ratio == shape.sparse_ratio:
+            keys = layers * _paged(n, ratio) * key_bytes(shape)
+            items.append(Item("sessions", "index keys", m * keys, f"the same rows x {key_bytes(shape)} B"))
+    ring = shape.window + _SLACK
+    window = shape.layers * ring * row_bytes(shape)
+    items.append(Item("sessions", "windows", m * window, f"{shape.layers} layers x {ring} rows"))
+    frontier = sum(2 * 4 * (block + _SLACK - 1) * channels for _, block, channels in _compressors(shape))
+    items.append(Item("sessions", "frontiers", m * frontier, "float32"))
+    tables = sum(_table_bytes(shape, ratio, n) for ratio in _ratios(shape))
+    items.append(Item("sessions", "page tables", m * tables, "and what segments are larger than their pages"))
+    return [replace(item, detail=f"{size(item.nbytes // m)} each: {item.detail}") if m > 1 else item for item in items]
+
+
+def checkpoint_sizes(shape: Shape) -> tuple[int, int]:
+    """The least and most bytes of a checkpoint: at a multiple of all ratios, and one token before one."""
+    window = shape.layers * (shape.window - 1) * (row_bytes(shape) - 1)
+    previous = sum(2 * 4 * ratio * channels // 2 for ratio, block, channels in _compressors(shape) if block > ratio)
+    pending = sum(2 * 4 * (ratio - 1) * channels for ratio, _, channels in _compressors(shape))
+    return window + previous, window + previous + pending + 4 * shape.vocab
+
+
+def _checkpoints(shape: Shape, options: Options) -> list[Item]:
+    least, most = checkpoint_sizes(shape)
+    detail = f"{size(least)} to {size(most)} each, shared by all sessions"
+    return [
+        Item("host memory", "checkpoints", options.checkpoint_bytes, detail, "host"),
+        Item("host memory", "pinned, while loading", 2 * _STAGE, "two pieces of the weights on their way", "host"),
+    ]
+
+
+# --- scratch ----------------------------------------------------------------------------------------------------------
+
+
+def _prefill(shape: Shape, options: Options) -> list[Item]:
+    s, t = shape, options.chunk
+    half = 4 if options.quality else 2  # bytes of what is 16 bits else
+    wide = s.heads * s.head_dim
+    low = s.o_groups * s.o_lora_rank
+    streams = t * (2 * 4 * s.hc_streams + 4 + half) * s.hidden  # old and new ones; the normalised input, twice
+    dense = max(s.q_lora_rank * wide, wide // s.o_groups * low, low * s.hidden, 2 * s.hidden * s.expert_hidden)
+    if options.quality:
+        dense = max(dense, min(s.vocab, VOCABULARY_ROWS) * s.hidden)
+    keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 0
+    scores = min(4 * t * keys, max(_INDEX_SCORES, 4 * 16 * keys))
+    pooled: dict[int, int] = {}
+    for ratio, _, channels in _compressors(s):
+        pooled[ratio] = pooled.get(ratio, 0) + 4 * 2 * channels
+    widest = max((total // s.ratios.count(ratio) for ratio, total in pooled.items()), default=0)
+    projected = 4 * (s.q_lora_rank + s.head_dim) + half * s.q_lora_rank + widest
+    indexer = (4 + 2) * s.index_heads * s.index_dim + 4 * s.index_heads + 4 * s.index_top_k if keys else 0
+    attention = t * (projected + indexer + 2 * half * wide + half * low + 4 * s.hidden) + scores
+    pairs = t * s.experts_used
+    experts = pairs * (half * s.expert_hidden + 4 * s.hidden + 16)
+    experts += t * (3 * half * s.expert_hidden + 4 * s.hidden + 4 * s.experts)
+    at_once = min(options.experts_at_once, s.experts)
+    decoded = half * at_once * 2 * s.expert_hidden * s.hidden
+    kind = "float32" if options.quality else "bf16"
+    part = "scratch of prefill"
+    return [
+        Item(part, "streams and inputs", streams, f"{t:,} rows"),
+        Item(part, "activations", max(attention, experts), "the larger of attention and experts"),
+        Item(part, f"a dense matrix in {kind}", half * dense),
+        Item(part, f"experts in {kind}", decoded, f"gate and up of {at_once} experts at once"),
+    ]
+
+
+def sampling_bytes(vocab: int) -> int:
+    """Scratch and settings of one row: the masses of all tokens, the short list, a mask."""
+    chunks = -(-vocab // 1024)
+    return 8 * vocab + 16 * _SHORT_LIST + 4 * 512 + 4 + 32 * chunks + 4 * -(-vocab // 32)
+
+
+def bucket(sessions: int) -> int:
+    """Rows of the decode step for so many sessions; more than the largest bucket has take several steps."""
+    return next((b for b in BUCKETS if b >= sessions), BUCKETS[-1])
+
+
+def splits(rows: int, heads: int) -> int:
+    """Parts of a step's attention (as `ds4.ops.kernels.attention.splits_for` says, which needs triton)."""
+    each = max(1, 264 // (rows * -(-heads // 16)))
+    return min(32, 1 << (each.bit_length() - 1))
+
+
+def _quantised(k: int, planes: int = 1, sums: bool = False) -> int:
+    """Bytes of a row of int8 activations: scales, codes in one order or in two, sums."""
+    return k // 128 * 4 + planes * k + (k // 128 * 16 if sums else 0)
+
+
+def step_bytes(shape: Shape, rows: int, keys: int) -> int:
+    """What `ds4.model.cuda.forward.StepBuffers` takes for so many rows, at most; without the logits."""
+    s, top, wide = shape, shape.experts_used, shape.heads * shape.head_dim
+    indexed = s.sparse_ratio in s.ratios
+    index = s.index_heads * s.index_dim if indexed else 0
+    per_layer: dict[int, int] = {}
+    for ratio, _, channels in _compressors(s):
+        per_layer[ratio] = per_layer.get(ratio, 0) + 2 * channels
+    side = max((n // s.ratios.count(r) for r, n in per_layer.items()), default=0) + s.index_heads
+    kinds = 2 + len(_ratios(s))
+    partials = 32 * min(128, s.hidden // 32)
+    row = 12 + 4 * kinds * s.rope_dim + 4 * (2 * s.hc_streams * s.hidden + 24 + partials + 2 * s.hidden)
+    row += _quantised(s.hidden, 2, True) + 4 * (s.q_lora_rank + s.head_dim + side + s.q_lora_rank)
+    row += _quantised(s.q_lora_rank) + 4 * (wide + index) + 4 * max(index, 1) + 2 * wide
+    if indexed:
+        row += 2 * index + 4 * s.index_top_k
+        row += 8 * s.index_top_k * -(-keys // _SELECT_BLOCK) if keys > _SELECT_BLOCK else 0
+    row += splits(rows, s.heads) * s.heads * 4 * (s.head_dim + 2) + _quantised(wide)
+    low = s.o_groups * s.o_lora_rank
+    row += 4 * low + _quantised(low) + 4 * s.experts + 8 * top + 8 * s.expert_hidden
+    row += top * (4 * s.expert_hidden + _quantised(s.expert_hidden, 1, True)) + _quantised(s.expert_hidden)
+    row += 4 * (top + 1) * s.hidden
+    groups = 0
+    if rows >= _GROUPED_ROWS:
+        groups = 4 * (rows * top + 3 * (s.experts + 1) + max(1, -(-rows * top // 256)) * s.experts)
+    return rows * row + groups
+
+
+def _decode(shape: Shape, options: Options) -> list[Item]:
+    s, rows = shape, bucket(options.sessions)
+    keys = max(PAGE_ROWS, _paged(options.context, s.sparse_ratio)) if s.sparse_ratio in s.ratios else 1
+    # Short pieces of a prompt go through steps of every size, however few sessions there are.
+    every, scratch = sum(BUCKETS), sum(step_bytes(s, b, keys) for b in BUCKETS)
+    ring = (BUCKETS[-1] + s.window) * row_bytes(s)
+    graphs = [b for b in BUCKETS if b <= rows]
+    steps = ", ".join(map(str, graphs))
+    nodes = len(graphs) * (s.layers * _NODES + 32)
+    if options.quality:  # one row at a time, in the scratch of prefill
+        every, scratch, nodes, steps = 1, 0, 0, "no"
+    part = "decode and the runtime"
+    return [
+        Item(part, "logits", every * 4 * s.vocab, f"{every} rows x {s.vocab:,}, of steps of all sizes"),
+        Item(part, "sampling", rows * sampling_bytes(s.vocab)),
+        Item(part, "activations of steps", scratch + ring, f"of 1 to {BUCKETS[-1]} rows"),
+        Item(part, "index scores", 4 * BUCKETS[-1] * keys, f"{BUCKETS[-1]} rows x {keys:,} keys"),
+        Item(part, "CUDA graphs", nodes * _NODE, f"estimate: steps of {steps} rows, {nodes:,} kernels"),
+        Item(part, "CUDA context", _CONTEXT, "estimate"),
+    ]
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+def _has_layouts(plan: MemoryPlan) -> bool:
+    return any(info.type.name == "IQ2_XXS" for info in plan.tensors.values() if info.type in EXPERT_TYPES)
+
+
+def _most(plan: MemoryPlan, name: str, limit: int, room: int, step: int = 1) -> int:
+    """The largest multiple of `step`, up to `limit`, of an option with which the plan fits; 0 for none."""
+    low, high = 0, limit // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan.change(**{name: middle * step}).card_bytes <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low * step
+
+
+def _more(plan: MemoryPlan, room: int) -> list[str]:
+    """What else fits on a card on which the plan fits."""
+    o, advice = plan.options, []
+    sessions = _most(plan, "sessions", BUCKETS[-1], room)
+    if sessions > o.sessions:
+        advice.append(f"up to {sessions} sessions of this length fit")
+    context = _most(plan, "context", plan.shape.context, room, min(1024, plan.shape.context))
+    if context > o.context:
+        advice.append(f"up to --ctx {context} fits")
+    if o.layout == "b" and _has_layouts(plan) and plan.change(layout="a").card_bytes <= room:
+        advice.append("layout A of the experts fits too, and is faster at decode")
+    return advice
+
+
+def _less(plan: MemoryPlan, room: int) -> list[str]:
+    """What to change so that the plan fits, each thing alone if that is enough, all together if not."""
+    o, advice = plan.options, []
+    if o.layout == "a" and _has_layouts(plan):
+        other = plan.change(layout="b")
+        if other.card_bytes <= room:
+            return [f"layout B of the experts takes {size(plan.card_bytes - other.card_bytes)} less and fits"]
+        plan = other
+        advice.append("layout B of the experts is needed, and more")
+    chunks = [c for c in _CHUNKS if c < o.chunk]
+    batches = [b for b in _EXPERTS_AT_ONCE if b < min(o.experts_at_once, plan.shape.experts)]
+    found = []
+    if context := _most(plan, "context", o.context, room, min(1024, o.context)):
+        found.append(f"--ctx {context}")
+    if sessions := _most(plan, "sessions", o.sessions, room):
+        found.append(f"{sessions} session{'s' if sessions > 1 else ''} instead of {o.sessions}")
+    if chunk := next((c for c in chunks if plan.change(chunk=c).card_bytes <= room), 0):
+        found.append(f"a prefill chunk of {chunk}")
+    if batch := next((b for b in batches if plan.change(experts_at_once=b).card_bytes <= room), 0):
+        found.append(f"{batch} experts at once in prefill")
+    if found:
+        return [*advice, "each of these is enough: " + "; ".join(found)]
+    small = {"chunk": min([*chunks, o.chunk]), "experts_at_once": min([*batches, o.experts_at_once])}
+    least = plan.change(sessions=1, **small)
+    context = _most(least, "context", o.context, room, min(1024, o.context))
+    if context:
+        settings = f"a prefill chunk of {small['chunk']} and {small['experts_at_once']} experts at once"
+        return [*advice, f"together: one session, --ctx {context}, {settings}"]
+    weights = plan.bytes_of("weights")
+    if weights > room:
+        return [f"the weights alone take {size(weights)}: a larger card or a smaller quantisation is needed"]
+    return [*advice, f"beside {size(weights)} of weights there is no room to work: a larger card is needed"]
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: GiB from a tenth of one on, else MiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,533 @@
+"""The KV state of sequences on one device, in memory that kernels reach through page tables and never moves.
+
+What a sequence is made of, and what each operation means, is `ds4.model.cache.SequenceState`; states move between the
+two through `export` and `import_state`. Here
+
+  * a sequence has a **slot**: its place in the window rings [layers, slots, `WINDOW_RING`, ...] and in the frontier
+    rings [layers, slots, 2, ring, width]. Kernels find it by a number in a device buffer;
+  * compressed rows stand in **pages** of 64, one page for all layers of a ratio: a record with the planes of one layer
+    behind those of another, so that sharing, copying and moving a page is one copy. A sequence's pages of a ratio are a
+    row of a page table, int32 [slots, pages];
+  * a pool grows by **segments**, each an allocation of its own. A page's number is its distance from the first
+    segment's start, counted in pages, and segments start at whole numbers: kernels need one address and one stride, and
+    captured graphs stay valid. Numbers may be negative.
+
+Only packed rows (`qat_sim`) are held. The planes are those of `ds4.model.cache`, with the exponents of a row padded to
+head_dim / 64 bytes. Plain torch on any device; nothing here waits for it but `checkpoint`, `export` and `import_state`,
+which copy from and to the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds4.errors import Ds4Error
+from ds4.gguf.shape import Shape
+from ds4.model.cache import FREE_TRUNCATION, PAGE_ROWS, Checkpoint, ExportedState, Planes, check_round_trips
+
+_SLACK = FREE_TRUNCATION + 1
+_BATCH = 64  # pages that are moved at once
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """One plane of a kind of rows.
+
+    Attributes:
+        dtype, width: of a row of the plane.
+        used: leading elements that hold something; the rest is padding.
+    """
+
+    dtype: torch.dtype
+    width: int
+    used: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+def plane_specs(shape: Shape, kind: str) -> tuple[PlaneSpec, ...]:
+    """The planes of "rows" (window and compressed) or of "keys"."""
+    if kind == "keys":
+        return tuple(PlaneSpec(torch.uint8, n, n) for n in (shape.index_dim // 2, shape.index_dim // 32))
+    plain = shape.head_dim - shape.rope_dim
+    return (
+        PlaneSpec(torch.uint8, plain, plain),
+        PlaneSpec(torch.bfloat16, shape.rope_dim, shape.rope_dim),
+        PlaneSpec(torch.uint8, plain // 64 + 1, plain // 64),
+    )
+
+
+class PagePool:
+    """Pages of the compressed rows of all layers of one ratio.
+
+    Args:
+        layers: their numbers.
+        kinds: the planes of each kind of rows that a layer has.
+        segment: pages that are allocated at once.
+        limit: pages that there may be, None for as many as memory holds.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        kinds: Mapping[str, tuple[PlaneSpec, ...]],
+        device: torch.device | str,
+        segment: int = 64,
+        limit: int | None = None,
+    ) -> None:
+        self.device, self.limit = torch.device(device), limit
+        self._segment_pages = segment
+        self._offsets: dict[tuple[int, str], tuple[tuple[int, PlaneSpec], ...]] = {}
+        size = 0
+        for layer in layers:
+            for kind, specs in kinds.items():
+                parts = []
+                for spec in specs:
+                    parts.append((size, spec))
+                    size += PAGE_ROWS * spec.nbytes
+                self._offsets[layer, kind] = tuple(parts)
+        self.page_bytes = size
+        """Bytes of one page over all layers."""
+        self._segments: list[Tensor] = []  # uint8 [pages, page_bytes]
+        self._starts: list[int] = []  # number of each segment's first page
+        self._references: dict[int, int] = {}
+        self._free: list[int] = []
+        self._grow()
+
+    def _grow(self) -> None:
+        count = self._segment_pages
+        if self.limit is not None:
+            count = min(count, self.limit - len(self._references))
+        if count <= 0:
+            raise Ds4Error(
+                f"the KV pool is full: all {self.limit} pages of {PAGE_ROWS} rows are in use; "
+                "release a session or start with room for more tokens"
+            )
+        # One page more than needed leaves room to start a whole number of pages from the first segment.
+        raw = torch.zeros(
+            (count + (1 if self._segments else 0)) * self.page_bytes, dtype=torch.uint8, device=self.device
+        )
+        origin = self._segments[0].data_ptr() if self._segments else raw.data_ptr()
+        skip = (origin - raw.data_ptr()) % self.page_bytes
+        segment = raw[skip : skip + count * self.page_bytes].view(count, self.page_bytes)
+        start = (segment.data_ptr() - origin) // self.page_bytes
+        if not -(2**31) <= start <= 2**31 - count:
+            raise Ds4Error("the KV pool cannot grow: the new memory lies too far from the old")
+        self._segments.append(segment)
+        self._starts.append(start)
+        pages = range(start, start + count)
+        self._references.update(dict.fromkeys(pages, 0))
+        self._free += reversed(pages)
+
+    def allocate(self) -> int:
+        """A page of its own. Raises Ds4Error if the limit is reached."""
+        if not self._free:
+            self._grow()
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Count one more holder of each page."""
+        for page in pages:
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Count one holder less; a page without any is free."""
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def own(self, page: int) -> int:
+        """This page if nobody else holds it, else a copy of it in its place."""
+        if self._references[page] == 1:
+            return page
+        copy = self.allocate()
+        self._record(copy).copy_(self._record(page))
+        self.release([page])
+        return copy
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that somebody holds."""
+        return len(self._references) - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(segment.untyped_storage().nbytes() for segment in self._segments)
+
+    def planes(self, layer: int, kind: str) -> Planes:
+        """The planes of one layer for kernels, [pages of the first segment, 64, width] each.
+
+        Any page number of this pool is a valid first index for a kernel, also outside these bounds.
+        """
+        first, result = self._segments[0], []
+        for offset, spec in self._offsets[layer, kind]:
+            size = spec.dtype.itemsize
+            whole = first.flatten().view(spec.dtype)
+            stride = (self.page_bytes // size, spec.width, 1)
+            start = whole.storage_offset() + offset // size
+            result.append(whole.as_strided((first.shape[0], PAGE_ROWS, spec.width), stride, start))
+        return tuple(result)
+
+    def _find(self, page: int) -> tuple[int, int]:
+        """Segment of a page, and its place there."""
+        for i, (start, segment) in enumerate(zip(self._starts, self._segments, strict=True)):
+            if start <= page < start + segment.shape[0]:
+                return i, page - start
+        raise KeyError(page)
+
+    def _record(self, page: int) -> Tensor:
+        segment, place = self._find(page)
+        return self._segments[segment][place]
+
+    def _by_segment(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each segment that holds some of the pages: its records, their places there and in `pages`."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for i, page in enumerate(pages):
+            segment, place = self._find(page)
+            found.setdefault(segment, []).append((place, i))
+        return [(self._segments[s], *torch.tensor(at).t().contiguous().to(self.device)) for s, at in found.items()]
+
+    def read(self, pages: Sequence[int]) -> Tensor:
+        """Records of pages, uint8 [pages, page_bytes] on the host."""
+        out = torch.empty((len(pages), self.page_bytes), dtype=torch.uint8, device=self.device)
+        for records, places, order in self._by_segment(pages):
+            out[order] = records[places]
+        return out.cpu()
+
+    def write(self, pages: Sequence[int], records: Tensor) -> None:
+        """Store records, uint8 [pages, page_bytes]."""
+        records = records.to(self.device)
+        for segment, places, order in self._by_segment(pages):
+            segment[places] = records[order]
+
+    def region(self, records: Tensor, layer: int, kind: str) -> list[tuple[Tensor, PlaneSpec]]:
+        """The planes of one layer in records, uint8 [pages, 64, bytes] each, as views."""
+        n = records.shape[0]
+        return [
+            (records[:, offset : offset + PAGE_ROWS * spec.nbytes].view(n, PAGE_ROWS, spec.nbytes), spec)
+            for offset, spec in self._offsets[layer, kind]
+        ]
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host, in pinned memory where they come from a CUDA device."""
+    result = []
+    for t in tensors:
+        if t.is_cuda:
+            copy = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            result.append(copy.copy_(t, non_blocking=True))
+        else:
+            result.append(t.clone())
+    if any(t.is_cuda for t in tensors):
+        torch.cuda.synchronize(tensors[0].device)
+    return result
+
+
+class DeviceCache:
+    """The KV memory of one model on one device.
+
+    Args:
+        slots: sequences that can exist at once.
+        context: tokens that a sequence may have, which is what the page tables are made for.
+        segment: pages by which a pool grows.
+        limits: ratio -> pages that its pool may have; all that memory holds where a ratio is missing.
+        layers: a slice of the model's.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device | str,
+        slots: int,
+        context: int,
+        segment: int = 64,
+        limits: Mapping[int, int] | None = None,
+        layers: range | None = None,
+    ) -> None:
+        check_round_trips(shape)
+        self.shape, self.device, self.slots, self.context = shape, torch.device(device), slots, context
+        self.layers = layers or range(shape.layers)
+        self.window_ring = shape.window + _SLACK
+        self.window = tuple(
+            torch.zeros((len(self.layers), slots, self.window_ring, spec.width), dtype=spec.dtype, device=device)
+            for spec in plane_specs(shape, "rows")
+        )
+        self.pools: dict[int, PagePool] = {}
+        self.tables: dict[int, Tensor] = {}
+        self._rings: dict[tuple[int, str], Tensor] = {}
+        self._place: dict[int, int] = {}  # a layer's place among those of its ratio
+        for ratio in sorted({shape.ratios[i] for i in self.layers} - {0}):
+            layers_of = [i for i in self.layers if shape.ratios[i] == ratio]
+            self._place.update((layer, i) for i, layer in enumerate(layers_of))
+            kinds = {kind: plane_specs(shape, kind) for kind in self.kinds(layers_of[0])}
+            self.pools[ratio] = PagePool(layers_of, kinds, device, segment, (limits or {}).get(ratio))
+            pages = max(1, -(-(context // ratio) // PAGE_ROWS))
+            self.tables[ratio] = torch.zeros((slots, pages), dtype=torch.int32, device=device)
+            coff = 2 if shape.has_indexer(layers_of[0]) else 1
+            for kind, width in self.kinds(layers_of[0]).items():
+                size = (len(layers_of), slots, 2, coff * ratio + FREE_TRUNCATION, coff * width)
+                self._rings[ratio, kind] = torch.zeros(size, device=device)
+        self._free = list(range(slots - 1, -1, -1))
+
+    def kinds(self, layer: int) -> dict[str, int]:
+        """The compressors of a layer: kind -> channels of a row."""
+        if not self.shape.ratios[layer]:
+            return {}
+        kinds = {"rows": self.shape.head_dim}
+        if self.shape.has_indexer(layer):
+            kinds["keys"] = self.shape.index_dim
+        return kinds
+
+    def window_planes(self, layer: int) -> Planes:
+        """The window rings of a layer, [slots, ring, width] each; position p of a sequence stands at p % ring."""
+        return tuple(plane[layer - self.layers.start] for plane in self.window)
+
+    def page_planes(self, layer: int, kind: str) -> Planes:
+        """The pages of a layer's rows or keys; see `PagePool.planes`."""
+        return self.pools[self.shape.ratios[layer]].planes(layer, kind)
+
+    def frontier(self, layer: int, kind: str) -> Tensor:
+        """The frontier rings of a compressor, float32 [slots, 2, ring, width]."""
+        return self._rings[self.shape.ratios[layer], kind][self._place[layer]]
+
+    def table(self, layer: int) -> Tensor:
+        """The page tables of a layer's ratio, int32 [slots, pages]."""
+        return self.tables[self.shape.ratios[layer]]
+
+    def new_state(self) -> DeviceState:
+        """The state of an empty sequence. Raises Ds4Error if no slot is free."""
+        return DeviceState(self, self._take())
+
+    def _take(self) -> int:
+        if not self._free:
+            raise Ds4Error(f"all {self.slots} sequences that this device has room for are in use; release one first")
+        return self._free.pop()
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated: rings, tables and pages."""
+        own = [*self.window, *self._rings.values(), *self.tables.values()]
+        return sum(t.numel() * t.element_size() for t in own) + sum(p.nbytes for p in self.pools.values())
+
+
+def _give_back(cache: DeviceCache, slot: int, held: dict[int, list[int]]) -> None:
+    for ratio, pages in held.items():
+        cache.pools[ratio].release(pages)
+        pages.clear()
+    cache._free.append(slot)
+
+
+class DeviceState:
+    """The KV state of one sequence; `slot` is its number for kernels. Made by `DeviceCache.new_state` and `fork`."""
+
+    def __init__(self, cache: DeviceCache, slot: int) -> None:
+        self.cache, self.slot = cache, slot
+        self.length = 0
+        self.floor = 0  # shortest length that `truncate` can reach
+        self._pages: dict[int, list[int]] = {ratio: [] for ratio in cache.pools}
+        self._finalizer = weakref.finalize(self, _give_back, cache, slot, self._pages)
+        self._finalizer.atexit = False
+
+    # -- one step: prepare, then the kernels, then advance -------------------------------------------------------------
+
+    def prepare(self, tokens: int) -> None:
+        """Make room for the compressed rows of the next `tokens` tokens, in pages of its own."""
+        if self.length + tokens > self.cache.context:
+            raise Ds4Error(f"a sequence of {self.length + tokens} tokens does not fit {self.cache.context}")
+        for ratio, pages in self._pages.items():
+            pool, changed = self.cache.pools[ratio], len(pages)
+            first, end = self.length // ratio, (self.length + tokens) // ratio
+            try:
+                if end > first and first // PAGE_ROWS < len(pages):
+                    at = first // PAGE_ROWS
+                    page = pool.own(pages[at])
+                    if page != pages[at]:
+                        pages[at], changed = page, at
+                while len(pages) * PAGE_ROWS < end:
+                    pages.append(pool.allocate())
+            finally:  # also of those that there was room for
+                self._write_table(ratio, changed)
+
+    def _write_table(self, ratio: int, start: int = 0) -> None:
+        """Tell the device of the pages from `start` on."""
+        pages = self._pages[ratio]
+        if start < len(pages):
+            row = self.cache.tables[ratio][self.slot]
+            row[start : len(pages)] = torch.tensor(pages[start:], dtype=torch.int32).to(row.device)
+
+    def advance(self, tokens: int) -> None:
+        """Count the tokens whose rows all layers have stored."""
+        self.length += tokens
+
+    def spoil(self) -> None:
+        """A step broke off half way: the rings are not to be trusted, only a checkpoint can be gone back to."""
+        self.floor = self.length + 1
+
+    # -- history -------------------------------------------------------------------------------------------------------
+
+    def can_truncate(self, length: int) -> bool:
+        """True if `truncate(length)` needs no checkpoint, with the last kept token still to be evaluated again."""
+        return self.floor <= length <= self.length and self.length - length <= _SLACK
+
+    def truncate(self, length: int) -> None:
+        """Cut the sequence to `length` tokens; `can_truncate(length)` must hold."""
+        if not self.can_truncate(length):
+            raise ValueError(f"cannot cut a sequence of {self.length} tokens to {length} without a checkpoint")
+        self.floor = max(self.floor, self.length - _SLACK)
+        self._drop_rows(length)
+        self.length = length
+
+    def _drop_rows(self, length: int) -> None:
+        for ratio, pages in self._pages.items():
+            keep = -(-(length // ratio) // PAGE_ROWS)
+            self.cache.pools[ratio].release(pages[keep:])
+            del pages[keep:]
+
+    def fork(self) -> DeviceState:
+        """An equal state in a slot of its own; the pages of compressed rows are shared."""
+        other = self.cache.new_state()
+        other.length, other.floor = self.length, self.floor
+        for ring in (*self.cache.window, *self.cache._rings.values()):
+            ring[:, other.slot] = ring[:, self.slot]
+        for ratio, pages in self._pages.items():
+            self.cache.pools[ratio].share(pages)
+            other._pages[ratio] += pages
+            other._write_table(ratio)
+        return other
+
+    def _live(self, n: int) -> Tensor:
+        """Places in the window ring of the rows that a sequence of n tokens still needs."""
+        first = max(0, n - self.cache.shape.window + 1)
+        return (torch.arange(first, n) % self.cache.window_ring).to(self.cache.device)
+
+    def _compressors(self) -> list[tuple[int, str]]:
+        return [(layer, kind) for layer in self.cache.layers for kind in self.cache.kinds(layer)]
+
+    def checkpoint(self, logits: Tensor | None = None, length: int | None = None) -> Checkpoint:
+        """What `restore` needs to come back to this length later, or to a shorter one that `can_truncate` reaches.
+
+        On the host, in pinned memory where the device is a CUDA one.
+        """
+        n, cache = self.length if length is None else length, self.cache
+        if not self.can_truncate(n):
+            raise ValueError(f"a sequence of {self.length} tokens has no state of {n} tokens any more")
+        live, specs = self._live(n), plane_specs(cache.shape, "rows")
+        window = [plane[:, self.slot, live, : s.used] for plane, s in zip(cache.window, specs, strict=True)]
+        frontier = {}
+        for layer, kind in self._compressors():
+            ratio, ring = cache.shape.ratios[layer], cache.frontier(layer, kind)[self.slot]
+            begin, size = n // ratio * ratio, ring.shape[1]
+            frontier[layer, kind] = ring[:, (torch.arange(begin, n) % size).to(cache.device)]
+            if cache.shape.has_indexer(layer) and begin:
+                previous = (torch.arange(begin - ratio, begin) % size).to(cache.device)
+                frontier[layer, kind + ".previous"] = ring[:, previous, : ring.shape[2] // 2]
+        kept = _to_host([*window, *frontier.values(), *([] if logits is None else [logits])])
+        rings = dict(zip(frontier, kept[len(window) :], strict=False))
+        return Checkpoint(n, tuple(kept[: len(window)]), rings, None if logits is None else kept[-1])
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back to a checkpoint of this sequence (or of one that shares its first `checkpoint.length` tokens)."""
+        n, cache = checkpoint.length, self.cache
+        self._drop_rows(n)
+        live = self._live(n)
+        for plane, kept in zip(cache.window, checkpoint.window, strict=True):
+            plane[:, self.slot, live, : kept.shape[2]] = kept.to(cache.device)
+        for layer, kind in self._compressors():
+            ratio, ring = cache.shape.ratios[layer], cache.frontier(layer, kind)[self.slot]
+            begin, size = n // ratio * ratio, ring.shape[1]
+            kept = checkpoint.frontier[layer, kind].to(cache.device)
+            ring[:, (torch.arange(begin, n) % size).to(cache.device)] = kept
+            previous = checkpoint.frontier.get((layer, kind + ".previous"))
+            if previous is not None:
+                at = (torch.arange(begin - ratio, begin) % size).to(cache.device)
+                ring[:, at, : previous.shape[2]] = previous.to(cache.device)
+        self.length = self.floor = n
+
+    def reset(self) -> None:
+        """Back to the empty sequence."""
+        self._drop_rows(0)
+        self.length = self.floor = 0
+
+    def release(self) -> None:
+        """Give pages and slot back; the state must not be used again."""
+        self._finalizer()
+
+    # -- moving a state ------------------------------------------------------------------------------------------------
+
+    def _spans(self, ratio: int, row: int, end: int) -> list[tuple[list[int], Tensor, Tensor]]:
+        """Rows row .. end - 1 in batches of pages: the pages, and of each row its page among them and its place."""
+        spans, pages = [], self._pages[ratio]
+        for first in range(row // PAGE_ROWS, -(-end // PAGE_ROWS), _BATCH):
+            last = min(first + _BATCH, -(-end // PAGE_ROWS))
+            index = torch.arange(max(row, first * PAGE_ROWS), min(end, last * PAGE_ROWS))
+            spans.append((pages[first:last], index // PAGE_ROWS - first, index % PAGE_ROWS))
+        return spans
+
+    def export(self, start: int = 0) -> ExportedState:
+        """The state as data on the host: rows of all blocks that end after `start`, and a checkpoint of the rest."""
+        cache, rows = self.cache, {}
+        for ratio, pool in cache.pools.items():
+            layers = [key for key in self._compressors() if cache.shape.ratios[key[0]] == ratio]
+            parts: dict[tuple[int, str], list[Planes]] = {key: [] for key in layers}
+            for pages, page, place in self._spans(ratio, start // ratio, self.length // ratio):
+                records = pool.read(pages)
+                for layer, kind in layers:
+                    planes = [
+                        view[page, place].view(spec.dtype)[:, : spec.used].clone()
+                        for view, spec in pool.region(records, layer, kind)
+                    ]
+                    parts[layer, kind].append(tuple(planes))
+            for key in layers:
+                specs = plane_specs(cache.shape, key[1])
+                empty = tuple(torch.zeros((0, spec.used), dtype=spec.dtype) for spec in specs)
+                rows[key] = tuple(torch.cat(planes) for planes in zip(*(parts[key] or [empty]), strict=True))
+        ordered = {key: rows[key] for key in self._compressors()}
+        return ExportedState(start, self.checkpoint(), ordered, (cache.shape, True))
+
+    def import_state(self, exported: ExportedState) -> None:
+        """Continue with an exported state. This sequence must hold the first `exported.start` tokens of it."""
+        cache, start, end = self.cache, exported.start, exported.checkpoint.length
+        if exported.layout != (cache.shape, True):
+            raise Ds4Error("the state is one of another model, or of one with other round trips (qat_sim)")
+        if self.length < start:
+            raise ValueError(f"the rows start at token {start}, but only {self.length} tokens are here")
+        self._drop_rows(start)
+        self.length = start
+        self.prepare(end - start)
+        for ratio, pool in cache.pools.items():
+            done = 0
+            for pages, page, place in self._spans(ratio, start // ratio, end // ratio):
+                records = pool.read(pages)
+                part = slice(done, done + page.shape[0])
+                for (layer, kind), packed in exported.rows.items():
+                    if cache.shape.ratios[layer] == ratio:
+                        for (view, spec), plane in zip(pool.region(records, layer, kind), packed, strict=True):
+                            fresh = plane[part].contiguous().view(torch.uint8)
+                            view[page, place, : spec.used * spec.dtype.itemsize] = fresh
+                pool.write(pages, records)
+                done = part.stop
+        self.length = end
+        self.restore(exported.checkpoint)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this state, shared pages counted whole."""
+        rings = (*self.cache.window, *self.cache._rings.values())
+        own = sum(ring.numel() * ring.element_size() // self.cache.slots for ring in rings)
+        return own + sum(len(pages) * self.cache.pools[ratio].page_bytes for ratio, pages in self._pages.items())

@@ -1,0 +1,303 @@
+"""A long piece of one sequence: matrices are decoded to 16 bits, products are those of torch.
+
+The same order of work as in `ds4.model.cuda.forward`. Scratch is taken where it is needed and comes from torch's
+allocator again and again; nothing of a piece stays but the cache. In the interpreter, whose products of 16 bits are
+wrong, matrices are float32; so they are in an exact piece, where besides nothing is rounded for the attention and the
+vocabulary either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ds4.model.cuda.forward import (
+    MAX_ROWS,
+    QUERY_TILE,
+    DeviceModel,
+    index_scale,
+    route,
+    split_side,
+)
+from ds4.model.cuda.plan import PAGE_ROWS, VOCABULARY_ROWS
+from ds4.model.cuda.weights import DeviceLayer
+from ds4.ops.kernels.attention import attention, prepare_queries
+from ds4.ops.kernels.compress import store_chunk
+from ds4.ops.kernels.embed import embed
+from ds4.ops.kernels.experts_prefill import (
+    dequantise_experts,
+    dequantise_q8,
+    down_grouped,
+    gate_up_grouped,
+)
+from ds4.ops.kernels.gemv import COARSE, FINE, gemv
+from ds4.ops.kernels.grouping import Groups, group
+from ds4.ops.kernels.hyper import COEFFICIENTS, Update, hc_collapse, hc_post, hc_pre, partial_floats
+from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
+from ds4.ops.kernels.norm import rms_norm
+from ds4.ops.kernels.planes import F16Planes, Q8Planes
+from ds4.ops.kernels.quantize import Quantised
+from ds4.ops.kernels.rows import RowPlanes, rope_tables, store_window
+from ds4.ops.kernels.swiglu import swiglu
+
+_SCORE_BYTES = 512 << 20
+"""Index scores that are held at once, in bytes."""
+_MANY_PAIRS = 32
+"""Pairs of an expert on average from which on an exact piece multiplies them in tiles of 128, not of 16."""
+
+
+def prefill(
+    model: DeviceModel,
+    slot: int,
+    start: int,
+    ids: Tensor,
+    wanted: Tensor | None = None,
+    experts_at_once: int = 64,
+    exact: bool = False,
+) -> Tensor | None:
+    """Evaluate the next tokens of one sequence.
+
+    Args:
+        slot, start: of the sequence, and its length before.
+        ids: int32 [tokens], on the device.
+        wanted: int64 [n], rows whose logits are wanted, on the device.
+        experts_at_once: experts whose matrices are decoded at once.
+        exact: in float32 throughout; slow.
+
+    Returns:
+        float32 [n, vocab] on the device, or None.
+    """
+    with _exact_products(model.device) if exact else contextlib.nullcontext():
+        return _Chunk(model, slot, start, ids, experts_at_once, exact).run(wanted)
+
+
+@contextlib.contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Products of float32 are not those of tf32, whatever the process is set to."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if device.type != "cuda" or before in ("none", "ieee"):
+        yield
+        return
+    # There are two interfaces to the setting, and PyTorch refuses to work when they differ. `allow_tf32` sets both.
+    try:
+        level = torch.get_float32_matmul_precision()
+    except RuntimeError:  # they differ already: only the newer one was used
+        level = ""
+    settings.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if level == "high":
+            settings.allow_tf32 = True
+        elif level:
+            torch.set_float32_matmul_precision(level)
+        settings.fp32_precision = before
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """x @ weight^T, summed in float32; out in the dtype of x, or float32."""
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def multiply_f16(x: Tensor, planes: F16Planes, out: Tensor, exact: bool = False) -> None:
+    """x float32 @ weight^T with next to nothing lost: x is the sum of two float16, scaled as in `gemv_f16`."""
+    if exact or not x.is_cuda:
+        torch.mm(x, planes.weight.float().t(), out=out)
+        return
+    weight = planes.weight.t()
+    scaled = x * COARSE.value
+    high = scaled.half()
+    torch.mm(high, weight, out_dtype=torch.float32, out=out)
+    rest = torch.mm(((scaled - high.float()) * FINE.value).half(), weight, out_dtype=torch.float32)
+    out.add_(rest, alpha=1 / FINE.value).mul_(1 / COARSE.value)
+
+
+class _Chunk:
+    """What all layers of a piece share."""
+
+    def __init__(
+        self, model: DeviceModel, slot: int, start: int, ids: Tensor, experts_at_once: int, exact: bool
+    ) -> None:
+        s, t = model.shape, ids.shape[0]
+        self.model, self.shape, self.tokens, self.ids = model, s, t, ids
+        self.device = model.device
+        self.end = start + t
+        self.experts_at_once = min(experts_at_once, s.experts)
+        self.exact = exact
+        self.half = torch.bfloat16 if self.device.type == "cuda" and not exact else torch.float32
+        self.positions = torch.arange(start, start + t, dtype=torch.int32, device=self.device)
+        self.slots = torch.full((t,), slot, dtype=torch.int32, device=self.device)
+        self.zeros = torch.zeros_like(self.slots)
+        self.turns = self.take(model.turns.kinds, t, 2, s.rope_dim // 2)
+        self.coefficients = self.take(t, COEFFICIENTS)
+        self.partials = self.take(partial_floats(t, s.hidden))
+        self.ring = RowPlanes.allocate(1, t + s.window - 1, head_dim=s.head_dim, device=self.device)
+
+    def take(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def take_half(self, *size: int) -> Tensor:
+        return self.take(*size, dtype=self.half)
+
+    def dense(self, planes: Q8Planes) -> Tensor:
+        weight = self.take_half(planes.n, planes.k)
+        dequantise_q8(planes, weight)
+        return weight
+
+    def run(self, wanted: Tensor | None) -> Tensor | None:
+        model, s, w = self.model, self.shape, self.model.weights
+        rope_tables(self.positions, model.turns.frequencies, model.turns.back, self.turns)
+        old, new = self.take(2, self.tokens, s.hc_streams, s.hidden)
+        embed(w.embedding, self.ids, old)
+        x = self.take(self.tokens, s.hidden)
+        update: Update | None = None
+        for number, layer in enumerate(w.layers):
+            hc_pre(old, layer.hc_attn, self.partials, self.coefficients, None, x, update, model.constants)
+            if update is not None:
+                old, new = new, old
+            update = Update(self._attention(number, layer, x), self.coefficients, new)
+            hc_pre(old, layer.hc_ffn, self.partials, self.coefficients, None, x, update, model.constants)
+            old, new = new, old
+            routed, shared = self._experts(layer, x)
+            update = Update(routed, self.coefficients, new, shared)
+        if wanted is None:
+            return None
+        assert update is not None
+        hc_post(old, update)
+        return self._head(new, wanted)
+
+    def _head(self, streams: Tensor, wanted: Tensor) -> Tensor:
+        model, s = self.model, self.shape
+        logits = self.take(wanted.shape[0], s.vocab)
+        if self.exact:
+            self._exact_head(streams, wanted, logits)
+            return logits
+        for first in range(0, wanted.shape[0], MAX_ROWS):
+            rows = wanted[first : first + MAX_ROWS]
+            x8 = Quantised.allocate(rows.shape[0], s.hidden, self.device)
+            partials = self.take(partial_floats(rows.shape[0], s.hidden))
+            hc_collapse(streams, model.weights.hc_head, partials, x8, wanted=rows, constants=model.constants)
+            gemv(model.weights.output, x8, logits[first : first + MAX_ROWS])
+        return logits
+
+    def _exact_head(self, streams: Tensor, wanted: Tensor, logits: Tensor) -> None:
+        model, s, output = self.model, self.shape, self.model.weights.output
+        x = self.take(wanted.shape[0], s.hidden)
+        partials = self.take(partial_floats(wanted.shape[0], s.hidden))
+        hc_collapse(streams, model.weights.hc_head, partials, None, x, wanted=wanted, constants=model.constants)
+        for first in range(0, s.vocab, VOCABULARY_ROWS):
+            part = slice(first, min(s.vocab, first + VOCABULARY_ROWS))
+            rows = replace(output, n=part.stop - first, codes=output.codes[part], scales=output.scales[part])
+            multiply(x, self.dense(rows), logits[:, part])
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(self, number: int, w: DeviceLayer, x: Tensor) -> Tensor:
+        s, t, ratio, kv_cache = self.shape, self.tokens, self.shape.ratios[number], self.model.layer_caches[number]
+        wide, turn, eps = s.heads * s.head_dim, self.turns[1 if ratio else 0], s.rms_eps
+        qkv = self.take(t, s.q_lora_rank + s.head_dim)
+        multiply(x.to(self.half), self.dense(w.q_a_kv), qkv)
+        kv = qkv[:, s.q_lora_rank :]
+        store_window(kv, w.kv_norm, eps, turn, self.positions, self.slots, kv_cache.ring, self.ring, s.window)
+        qr = self.take_half(t, s.q_lora_rank)
+        rms_norm(qkv[:, : s.q_lora_rank], w.q_a_norm, eps, qr)
+        weight = None
+        if w.side is not None:
+            assert kv_cache.table is not None
+            side = self.take(t, w.side.n)
+            multiply_f16(x, w.side, side, self.exact)
+            compressors, weight = split_side(w, kv_cache, side)
+            row_turn = self.turns[self.model.turns.of_ratio[ratio]]
+            for compressor in compressors.values():
+                store_chunk(self.positions, self.slots, eps, ratio, compressor, kv_cache.table, row_turn)
+        q_b = self.dense(w.q_b)
+        q = self.take_half(t, wide)
+        multiply(qr, q_b[:wide], q)
+        chosen = None
+        if weight is not None and self.end // ratio > s.index_top_k:
+            index_b = q_b[wide:] if w.index_q is None else w.index_q.weight.to(self.half)
+            index_x = self.take(t, s.index_heads * s.index_dim)
+            multiply(qr, index_b, index_x)
+            chosen = self._choose(number, index_x, weight)
+        if self.exact:
+            ready = q
+        else:
+            ready = q.view(torch.float16) if self.half == torch.bfloat16 else self.take(t, wide, dtype=torch.float16)
+        prepare_queries(q, turn, eps, self.positions, ready.view(t, s.heads, s.head_dim))
+        out = self.take_half(t, s.heads, s.head_dim)
+        attention(
+            ready, turn, eps, w.sinks, self.positions, self.slots, self.ring, kv_cache.rows(ratio, chosen), out,
+            window_slots=self.zeros, ready=True, window=s.window, exact=self.exact,
+        )  # fmt: skip
+        del q, ready, q_b
+        output_a = self.dense(w.output_a).view(s.o_groups, s.o_lora_rank, -1)
+        low, grouped = self.take_half(t, s.o_groups, s.o_lora_rank), out.view(t, s.o_groups, -1)
+        for g in range(s.o_groups):
+            multiply(grouped[:, g], output_a[g], low[:, g])
+        del output_a, out, grouped
+        y = self.take(t, s.hidden)
+        multiply(low.view(t, -1), self.dense(w.output_b), y)
+        return y
+
+    def _choose(self, number: int, index_x: Tensor, weight: Tensor) -> Tensor:
+        """The compressed rows of each token, as many tokens at a time as the scores have room for."""
+        s, t, ratio, kv_cache = self.shape, self.tokens, self.shape.ratios[number], self.model.layer_caches[number]
+        assert kv_cache.table is not None
+        queries = self.take(t, s.index_heads, s.index_dim, dtype=torch.bfloat16)
+        index_queries(index_x, self.turns[1], self.positions, queries)
+        chosen = self.take(t, s.index_top_k, dtype=torch.int32)
+        keys = -(-(self.end // ratio) // PAGE_ROWS) * PAGE_ROWS
+        step = min(t, max(QUERY_TILE, _SCORE_BYTES // (4 * keys) // QUERY_TILE * QUERY_TILE))
+        scores = self.take(step, keys)
+        scratch = select_scratch(step, keys, s.index_top_k, self.device)
+        for first in range(0, t, step):
+            part = slice(first, min(t, first + step))
+            positions, n = self.positions[part], part.stop - first
+            index_scores(
+                queries[part], weight[part], index_scale(s), positions, self.slots[part], kv_cache.table,
+                kv_cache.keys(), ratio, s.index_top_k, scores[:n], queries=QUERY_TILE,
+            )  # fmt: skip
+            some = None if scratch is None else (scratch[0][:n], scratch[1][:n])
+            select_rows(scores[:n], positions, ratio, s.index_top_k, chosen[part], some)
+        return chosen
+
+    # -- mixture of experts ------------------------------------------------------------------------------------------
+
+    def _experts(self, w: DeviceLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the routed experts give, [tokens, top, hidden], and the shared one, [tokens, hidden]."""
+        s, t, top = self.shape, self.tokens, self.shape.experts_used
+        logits = self.take(t, s.experts)
+        multiply_f16(x, w.router, logits, self.exact)
+        chosen, weights = self.take(t, top, dtype=torch.int32), self.take(t, top)
+        route(w, s, logits, self.ids, chosen, weights, self.positions)
+        few = self.exact and t * top < _MANY_PAIRS * s.experts
+        groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=16 if few else 128)
+        group(chosen, groups)
+        x = x.to(self.half)
+        shared = self.take(t, s.hidden)
+        both, hidden = self.take_half(t, 2 * s.expert_hidden), self.take_half(t, s.expert_hidden)
+        multiply(x, self.dense(w.shared_gate_up), both)
+        swiglu(both, s.swiglu_clamp, hidden)
+        multiply(hidden, self.dense(w.shared_down), shared)
+        del both, hidden
+        h, routed = self.take_half(t * top, s.expert_hidden), self.take(t, top, s.hidden)
+        gates, ups = self.take_half(2, self.experts_at_once, s.expert_hidden, s.hidden)
+        for first in range(0, s.experts, self.experts_at_once):
+            count = min(self.experts_at_once, s.experts - first)
+            dequantise_experts(w.gate, gates[:count], first, groups)
+            dequantise_experts(w.up, ups[:count], first, groups)
+            gate_up_grouped(x, chosen, groups, gates[:count], ups[:count], first, s.swiglu_clamp, h)
+        downs = gates.view(self.experts_at_once, s.hidden, s.expert_hidden)
+        for first in range(0, s.experts, self.experts_at_once):
+            count = min(self.experts_at_once, s.experts - first)
+            dequantise_experts(w.down, downs[:count], first, groups)
+            down_grouped(h, chosen, groups, downs[:count], weights, first, routed)
+        return routed, shared

@@ -1,0 +1,244 @@
+"""What evaluates tokens on a CUDA device: the engine's `Runner` over `DeviceModel`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds4.errors import Ds4Error
+from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
+from ds4.model.cuda.pool import DeviceCache, DeviceState
+from ds4.model.cuda.prefill import prefill
+from ds4.model.cuda.weights import DeviceWeights, RawSource
+from ds4.ops.kernels.planes import Iq2Layout
+
+if TYPE_CHECKING:
+    from ds4.model.deepseek_v4 import Edits, Taps
+
+Wanted = Literal["last", "all", "none"]
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """How a runner uses the device.
+
+    Attributes:
+        context: most tokens of a sequence; None: what the shape says.
+        slots: sequences that can exist at once.
+        chunk: most tokens of a long piece.
+        short: pieces of up to so many tokens go through the kernels of decode, at most 64.
+        experts_at_once: experts that a long piece decodes at once.
+        layout: of IQ2_XXS experts.
+        graphs: capture decode steps; None: where the device is a CUDA one.
+        segment: pages by which the KV pools grow.
+        limits: ratio -> most pages of its pool.
+        quality: every step in float32, one sequence after the other, as far as the weights allow; slow.
+    """
+
+    context: int | None = None
+    slots: int = 8
+    chunk: int = 4096
+    short: int = MAX_ROWS
+    experts_at_once: int = 64
+    layout: Iq2Layout = "b"
+    graphs: bool | None = None
+    segment: int = 64
+    limits: Mapping[int, int] | None = None
+    quality: bool = False
+
+
+class CudaRunner:
+    """A `Runner` on one device, which may be the CPU where the kernels are interpreted.
+
+    Attributes:
+        shape: the model's, its context what the device has room for.
+    """
+
+    def __init__(self, weights: DeviceWeights, config: RunnerConfig | None = None) -> None:
+        self.config = config = config or RunnerConfig()
+        shape, device = weights.shape, weights.device
+        context = min(config.context or shape.context, shape.context)
+        self.shape = replace(shape, context=context)
+        cache = DeviceCache(shape, device, config.slots, context, config.segment, config.limits)
+        self.model = DeviceModel(weights, cache)
+        self._capture = device.type == "cuda" if config.graphs is None else config.graphs
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def renew(self) -> CudaRunner:
+        """See `ds4.engine.engine.Runner`: the weights are shared; cache, buffers and graphs are new.
+
+        Raises:
+            Ds4Error: the device has no room for them beside those of this runner.
+        """
+        with _on(self.model.device):
+            return CudaRunner(self.model.weights, self.config)
+
+    @classmethod
+    def load(
+        cls,
+        source: RawSource,
+        device: torch.device | str = "cuda",
+        config: RunnerConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> CudaRunner:
+        """Read the weights onto the device; `progress` is called with (bytes read, bytes in all).
+
+        Raises:
+            Ds4Error: the model is one that there are no kernels for, or the device has no room for it.
+        """
+        config = config or RunnerConfig()
+        with _on(torch.device(device)):
+            return cls(DeviceWeights.load(source, device, config.layout, progress), config)
+
+    def new_state(self) -> DeviceState:
+        """The state of an empty sequence."""
+        return self.model.cache.new_state()
+
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
+    ) -> list[Tensor | None]:
+        """See `ds4.engine.Runner`; logits are on the host.
+
+        Items of one token are decoded together, the others go piece by piece; with `RunnerConfig.quality` all do, so
+        that what an item gives does not depend on the others. If the step breaks off, its states can only go back to a
+        checkpoint.
+
+        Raises:
+            Ds4Error: the KV pools have no room, in which case nothing is lost; taps or edits, which are for the CPU.
+        """
+        if taps is not None or edits is not None:
+            raise Ds4Error("taps and edits work on the CPU only; load the model with device='cpu'")
+        with _on(self.model.device):
+            for state, ids in batch:
+                state.prepare(len(ids))
+        results: list[Tensor | None] = [None] * len(batch)
+        single = [i for i, (_, ids) in enumerate(batch) if len(ids) == 1 and not self.config.quality]
+        try:
+            with _on(self.model.device):
+                for first in range(0, len(single), MAX_ROWS):
+                    self._decode(batch, wanted, single[first : first + MAX_ROWS], results)
+                for i, (state, ids) in enumerate(batch):
+                    if len(ids) > 1 or (ids and self.config.quality):
+                        results[i] = self._prefill(state, ids, wanted[i])
+        except BaseException:
+            for state, _ in batch:
+                state.spoil()
+            raise
+        return results
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        batch: Sequence[tuple[DeviceState, list[int]]],
+        wanted: Sequence[Wanted],
+        items: Sequence[int],
+        results: list[Tensor | None],
+    ) -> None:
+        buffers = self.model.buffers(len(items))
+        rows = [(batch[i][0].length, batch[i][0].slot, batch[i][1][0]) for i in items]
+        if self._capture:
+            graph = self._graph(buffers)
+            _fill(buffers, rows)
+            graph.replay()
+        else:
+            _fill(buffers, rows)
+            self.model.decode(buffers)
+        for i in items:
+            batch[i][0].advance(1)
+        if any(wanted[i] != "none" for i in items):
+            logits = buffers.token_logits[: len(items)].to("cpu", copy=True)
+            for row, i in enumerate(items):
+                if wanted[i] != "none":
+                    results[i] = logits[row] if wanted[i] == "last" else logits[row : row + 1]
+
+    def _graph(self, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
+        """The captured step of a bucket; the first time it is compiled and captured over rows of padding."""
+        graph = self._graphs.get(buffers.rows)
+        if graph is None:
+            _fill(buffers, [])
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.model.decode(buffers)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.model.decode(buffers)
+            self._graphs[buffers.rows] = graph
+        return graph
+
+    def capture(self, rows: int) -> None:
+        """Compile and capture the steps of up to so many rows now, not when they are first needed.
+
+        With `RunnerConfig.quality` there are none.
+        """
+        if self.config.quality:
+            return
+        with _on(self.model.device):
+            while rows > 0:
+                buffers = self.model.buffers(rows)
+                if self._capture:
+                    self._graph(buffers)
+                rows = buffers.rows // 2
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, state: DeviceState, ids: list[int], want: Wanted) -> Tensor | None:
+        parts = []
+        for first in range(0, len(ids), self.config.chunk):
+            part = ids[first : first + self.config.chunk]
+            last = first + len(part) == len(ids)
+            rows = []
+            if want == "all" or (want == "last" and last):
+                rows = list(range(len(part))) if want == "all" else [len(part) - 1]
+            short = len(part) <= self.config.short and not self.config.quality
+            piece = self._short(state, part, rows) if short else self._long(state, part, rows)
+            state.advance(len(part))
+            if piece is not None:
+                parts.append(piece)
+        if not parts:
+            return None
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return logits[0] if want == "last" else logits
+
+    def _short(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
+        buffers = self.model.buffers(len(ids))
+        _fill(buffers, [(state.length + i, state.slot, token) for i, token in enumerate(ids)])
+        self.model.short_chunk(buffers)
+        return buffers.token_logits[rows[0] : rows[-1] + 1].to("cpu", copy=True) if rows else None
+
+    def _long(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
+        device = self.model.device
+        wanted = torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+        tokens = torch.tensor(ids, dtype=torch.int32, device=device)
+        c = self.config
+        logits = prefill(self.model, state.slot, state.length, tokens, wanted, c.experts_at_once, c.quality)
+        return None if logits is None else logits.to("cpu", copy=True)
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """The current device of this thread, which is the one that kernels are launched on; names what ran out."""
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise Ds4Error(
+            f"the memory of {device} is not enough: take a smaller context, fewer sessions or a smaller prefill chunk"
+            f" ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _fill(buffers: StepBuffers, rows: Sequence[tuple[int, int, int]]) -> None:
+    """Position, slot and token of each row; the others are padding."""
+    padding = (-1, 0, 0)
+    columns = [*rows, *[padding] * (buffers.rows - len(rows))]
+    buffers.inputs.copy_(torch.tensor(columns, dtype=torch.int32).t())

@@ -1,0 +1,134 @@
+"""A file on a device through `ds4.engine`: planned, loaded, and sessions that come back to what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from ds4.engine import Engine, EngineConfig
+from ds4.engine.device import load_runner
+from ds4.errors import Ds4Error
+from ds4.gguf.file import ModelFile, embedded_model_path, open_model
+from ds4.gguf.shape import Shape
+from ds4.gguf.writer import save
+from ds4.model.cuda import plan
+from ds4.model.cuda.forward import DeviceModel, StepBuffers
+from ds4.model.cuda.pool import DeviceCache
+from ds4.model.cuda.runner import CudaRunner
+from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes
+from ds4.ops.kernels.attention import splits_for
+from tests.helpers import random_tensors
+
+SHAPE = Shape(
+    name="custom",
+    layers=1, hidden=128, heads=2, head_dim=128, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=64,
+    window=16, ratios=(4,), index_heads=2, index_dim=128, index_top_k=4,
+    experts=4, experts_used=2, expert_hidden=128, route_scale=1.5, hash_layers=1, vocab=64, context=512,
+)  # fmt: skip
+CONFIG = EngineConfig(context=512, prefill_chunk=4, sessions=3)
+IDS = [5, 9, 2, 33, 60]
+ROOM = 4 << 30
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
+    """A random model whose experts are MXFP4; the other matrices become Q8_0 and F16 on the device."""
+    tensors = random_tensors(SHAPE, 7)
+    stored, kinds = TensorBytes(SHAPE, tensors), {}
+    for name in tensors:
+        if "_exps." in name:
+            kinds[name] = GGMLQuantizationType.MXFP4
+            tensors[name] = stored.raw(name).view(*tensors[name].shape[:-1], -1)
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    save(path, SHAPE, tensors, types=kinds)
+    return open_model(path)
+
+
+def load(file: ModelFile, device: str, config: EngineConfig = CONFIG) -> Engine:
+    runner, config = load_runner(file, torch.device(device), config, room=ROOM)
+    return Engine(runner, None, config)
+
+
+def test_the_plan_reaches_the_runner(file: ModelFile, device: str) -> None:
+    seen: list[tuple[int, int]] = []
+    runner, config = load_runner(file, torch.device(device), CONFIG, lambda *done: seen.append(done), ROOM)
+    assert isinstance(runner, CudaRunner)
+    assert seen[-1][0] == seen[-1][1]
+    assert (config.context, config.prefill_chunk, config.sessions) == (512, 4, 3)
+    assert runner.config.limits == {4: 6}
+    engine = Engine(runner, None, config)
+    assert (engine.context, engine.prefill_chunk) == (512, 4)
+    sessions = [engine.session() for _ in range(3)]
+    with pytest.raises(Ds4Error, match="all 3 sequences"):
+        engine.session()
+    sessions[0].close()
+    engine.session()
+    open_config = load(file, device, EngineConfig())
+    assert (open_config.context, open_config.prefill_chunk, open_config.config.sessions) == (512, 4096, 8)
+
+
+def test_sessions_against_a_computation_from_nothing(file: ModelFile, device: str) -> None:
+    engine = load(file, device)
+    session = engine.session()
+    session.sync(IDS[:4])
+    behind_four = session.logits
+    session.checkpoint()
+    behind_five = session.step(IDS[4])
+    fork = session.fork()
+    session.rewind(4)
+    assert session.recomputed == 0
+    assert torch.equal(session.logits, behind_four)
+    assert torch.equal(fork.logits, behind_five)
+    fork.truncate(3)
+    assert fork.tokens == IDS[:3]
+    fresh = engine.renew().session()
+    fresh.sync(IDS)  # 4 and 1, as before
+    assert torch.equal(fresh.logits, behind_five)
+    session.import_state(IDS, fresh.export())
+    assert torch.equal(session.logits, behind_five)
+
+
+def nbytes(*held: object) -> int:
+    """Bytes of all tensors in some objects, each storage once."""
+    found: dict[int, int] = {}
+    todo = list(held)
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, (tuple, list)):
+            todo += value
+        elif hasattr(value, "__dict__"):
+            todo += vars(value).values()
+        elif hasattr(value, "__dataclass_fields__"):
+            todo += [getattr(value, name) for name in value.__dataclass_fields__]
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int) -> None:
+    """The plan may say a little more: of sums of blocks that only some types need, and of widths that not all use."""
+    weights = DeviceWeights.load(FileBytes(file), "cpu")
+    model = DeviceModel(weights, DeviceCache(SHAPE, "cpu", 1, 512))
+    keys = model.scores.shape[1]
+    buffers = StepBuffers(model, rows)
+    own = nbytes(buffers) - nbytes(model.scores)
+    planned = plan.step_bytes(SHAPE, rows, keys) + 4 * rows * SHAPE.vocab
+    assert own <= planned < 1.5 * own
+    assert [plan.splits(n, 64) for n in plan.BUCKETS] == [splits_for(n, 64) for n in plan.BUCKETS]
+
+
+def test_weights_and_state_are_as_planned() -> None:
+    file = open_model(embedded_model_path())
+    weights = DeviceWeights.load(FileBytes(file), "cpu")
+    found = plan.fit(file.shape, file.tensors, ROOM, context=100_000, sessions=2)
+    # Tables that some formats are decoded with are not counted.
+    assert abs(found.bytes_of("weights") - nbytes(weights)) < 0.01 * nbytes(weights)
+    cache = DeviceCache(file.shape, "cpu", 2, 100_000, limits=found.page_limits())
+    states = [cache.new_state() for _ in range(2)]
+    for state in states:
+        state.prepare(100_000)
+    assert 0.98 * found.bytes_of("sessions") < cache.nbytes <= found.bytes_of("sessions")

@@ -1,0 +1,243 @@
+"""The memory plan: sums against the layouts it speaks of, full shapes from headers alone, and the advice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+
+from ds4.errors import Ds4Error
+from ds4.gguf.file import embedded_model_path, open_model
+from ds4.gguf.header import TensorInfo, row_bytes
+from ds4.gguf.shape import FLASH, PRO, TINY, Shape, expected_tensors
+from ds4.model import KVCache
+from ds4.model.cuda.plan import (
+    CARDS,
+    GIB,
+    VOCABULARY_ROWS,
+    MemoryPlan,
+    Options,
+    bucket,
+    checkpoint_sizes,
+    fit,
+    key_bytes,
+    memory_plan,
+    plan_memory,
+    weight_bytes,
+)
+from ds4.model.cuda.plan import row_bytes as kv_row_bytes
+from ds4.ops.kernels.planes import allocate
+
+Q2 = {"gate": T.IQ2_XXS, "up": T.IQ2_XXS, "down": T.Q2_K}
+Q4 = {"gate": T.Q4_K, "up": T.Q4_K, "down": T.Q4_K}
+MXFP4 = {"gate": T.MXFP4, "up": T.MXFP4, "down": T.MXFP4}
+
+
+def tensors_of(shape: Shape, experts: dict[str, T], sets: int | None = None) -> dict[str, TensorInfo]:
+    """The tensors of a file of that shape, as a header has them. The experts of layer i are those of i % sets."""
+    infos, offsets, end = {}, {}, 0
+    for name, spec in expected_tensors(shape).items():
+        kind, source = spec.types[0], name
+        if "_exps." in name:
+            _, layer, part = name.split(".", 2)
+            kind = experts[part.split("_")[1]]
+            source = f"{int(layer) % (sets or shape.layers)}.{part}"
+        nbytes = row_bytes(kind, spec.dims[0]) * math.prod(spec.dims[1:])
+        if source not in offsets:
+            offsets[source], end = end, end + nbytes
+        infos[name] = TensorInfo(name, kind, spec.dims, offsets[source], nbytes)
+    return infos
+
+
+def plan(shape: Shape = FLASH, experts: dict[str, T] = Q2, sets: int | None = None, **options: object) -> MemoryPlan:
+    settings = Options(**{"context": 32768, **options})
+    return plan_memory(shape, tensors_of(shape, experts, sets), settings)
+
+
+def item(found: MemoryPlan, start: str) -> int:
+    return sum(i.nbytes for i in found.items if i.name.startswith(start))
+
+
+def test_weights_of_flash():
+    """What the layouts were measured to take: 90 GB and 113 GB."""
+    b, a = plan(), plan(layout="a")
+    assert 89e9 < b.bytes_of("weights") < 92e9
+    assert 112e9 < a.bytes_of("weights") < 115e9
+    assert a.card_bytes - b.card_bytes == a.bytes_of("weights") - b.bytes_of("weights")
+    matrices = 43 * 256 * 2048 * 4096
+    assert item(b, "routed experts, IQ2_XXS") == 2 * matrices * 2.1875 / 8
+    assert item(a, "routed experts, IQ2_XXS") == 2 * matrices * 3.1875 / 8
+    assert item(b, "vocabulary matrix") == 129_280 * 4096 * 34 // 32
+    assert item(b, "embedding") == 129_280 * 4096 * 2
+
+
+@pytest.mark.parametrize("layout", ["a", "b"])
+@pytest.mark.parametrize("kind", [T.IQ2_XXS, T.Q2_K, T.Q4_K, T.MXFP4, T.Q8_0, T.F16])
+def test_a_matrix_is_what_its_planes_take(kind, layout):
+    experts = 3 if kind not in (T.Q8_0, T.F16) else None
+    dims = (512, 256) if experts is None else (512, 256, 3)
+    info = TensorInfo("blk.0.x.weight", kind, dims, 0, 1)
+    planes = allocate(kind, 256, 512, "meta" if kind.name in ("Q8_0", "F16") else "cpu", experts=experts, layout=layout)
+    held = [getattr(planes, f.name) for f in fields(planes) if f.name != "table"]
+    assert weight_bytes(info, layout) == sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+
+
+def test_vectors_are_float32():
+    assert weight_bytes(TensorInfo("output_norm.weight", T.F16, (100,), 0, 200), "b") == 400
+    assert weight_bytes(TensorInfo("blk.2.attn_compressor_ape.weight", T.F16, (1024, 4), 0, 8192), "b") == 16384
+
+
+def test_shared_data_count_once():
+    whole, two = plan(), plan(sets=2)
+    experts, shared = item(whole, "routed experts"), item(two, "routed experts")
+    assert shared == experts * 2 // 43
+    assert whole.card_bytes - two.card_bytes == experts - shared
+
+
+@pytest.mark.parametrize("shape", [FLASH, PRO, TINY])
+def test_kv_is_what_the_cache_takes(shape):
+    """The CPU's pool has the same rows without the byte that fills up a row's exponents."""
+    cache = KVCache(shape, True)
+    assert kv_row_bytes(shape) == cache.row_format.row_bytes + 1
+    assert key_bytes(shape) == cache.key_format.row_bytes
+    tokens = 65536
+    found = plan(shape, context=tokens)
+    for ratio in {*shape.ratios} - {0}:
+        layers = shape.ratios.count(ratio)
+        assert item(found, f"rows, ratio {ratio}") == layers * tokens // ratio * kv_row_bytes(shape)
+    assert item(found, "index keys") == shape.ratios.count(4) * tokens // 4 * key_bytes(shape)
+    state = cache.new_state()
+    frontier = sum(t.numel() * 4 for t in state._frontier.values())
+    assert item(found, "frontiers") == frontier
+
+
+def test_flash_at_a_million_tokens():
+    found = plan(context=1_048_576)
+    rows = sum(item(found, name) for name in ("rows", "index keys"))
+    assert 3.42 < rows / GIB < 3.45
+    assert found.session_bytes() < 3.6 * GIB
+    assert item(plan(context=1, sessions=1), "rows") == 0
+    assert item(plan(context=4, sessions=1), "rows, ratio 4") == 21 * 64 * 584
+
+
+def test_sessions_are_added():
+    one, four = plan(), plan(sessions=4)
+    assert four.bytes_of("sessions") == 4 * one.bytes_of("sessions")
+    assert four.session_bytes() == one.session_bytes()
+    assert item(four, "sampling") == 4 * item(one, "sampling")
+    assert [bucket(n) for n in (1, 3, 16, 33, 64, 65)] == [1, 4, 16, 64, 64, 64]
+
+
+def test_checkpoints_are_in_host_memory():
+    least, most = checkpoint_sizes(FLASH)
+    assert 3.5e6 < least < 3.8e6
+    assert least < most < 18e6
+    assert plan(checkpoint_bytes=0).card_bytes == plan().card_bytes
+
+
+def test_checkpoint_sizes_are_those_of_the_cache():
+    cache = KVCache(TINY, True)
+    state = cache.new_state()
+    state.prepare(255)
+    for n, expected in ((255, checkpoint_sizes(TINY)[1] - 4 * TINY.vocab), (256, checkpoint_sizes(TINY)[0])):
+        state.length = n
+        state.floor = 0
+        assert state.checkpoint().nbytes == expected
+
+
+def test_scratch_follows_its_options():
+    base = plan()
+    assert item(plan(chunk=8192), "streams") == 2 * item(base, "streams")
+    assert item(base, "experts in bf16") == 2 * 64 * 2 * 2048 * 4096
+    assert item(plan(experts_at_once=1000), "experts in bf16") == 4 * item(base, "experts in bf16")
+    assert item(base, "a dense matrix") == 2 * 32768 * 1024
+    long = plan(context=1_048_576)
+    assert item(long, "activations") - item(base, "activations") < GIB
+
+
+def test_quality_takes_floats():
+    base, found = plan(), plan(quality=True)
+    assert item(found, "experts in float32") == 2 * item(base, "experts in bf16")
+    assert item(found, "a dense matrix in float32") == 2 * item(base, "a dense matrix in bf16")
+    assert item(base, "activations") < item(found, "activations") < 2 * item(base, "activations")
+    assert item(found, "activations of steps") < item(base, "activations of steps")
+    assert item(found, "CUDA graphs") == 0
+    assert item(plan(TINY, quality=True), "a dense matrix") >= 4 * min(TINY.vocab, VOCABULARY_ROWS) * TINY.hidden
+    fast = fit(FLASH, tensors_of(FLASH, Q2), 141 * GIB, context=32768)
+    exact = fit(FLASH, tensors_of(FLASH, Q2), 141 * GIB, context=32768, quality=True)
+    assert (exact.options.chunk, exact.options.experts_at_once) == (2048, 32)
+    assert exact.options.quality
+    assert exact.bytes_of("scratch of prefill") < 1.1 * fast.bytes_of("scratch of prefill")
+
+
+def test_flash_on_cards():
+    found = plan()
+    assert [found.verdict(card).fits for card in (141, 96, 80, 24)] == [True, True, False, False]
+    assert "layout A" in " ".join(found.verdict(141).advice)
+    assert "layout A" not in " ".join(found.verdict(96).advice)
+    assert "the weights alone take" in found.verdict(24).advice[0]
+    a = plan(layout="a").verdict(96)
+    assert not a.fits
+    assert "layout B" in a.advice[0]
+    assert "fits" in a.advice[0]
+
+
+def test_advice_is_true():
+    """What is proposed fits, and one step more does not."""
+    found = plan(context=524_288, sessions=8)
+    verdict = found.verdict(96)
+    assert not verdict.fits
+    words = " ".join(verdict.advice).split()
+    room = found.card_bytes + verdict.free
+    context = int(words[words.index("--ctx") + 1].rstrip(";"))
+    assert found.change(context=context).card_bytes <= room < found.change(context=context + 1024).card_bytes
+    more = plan().verdict(141)
+    sessions = int(more.advice[0].split()[2])
+    assert plan(sessions=sessions).verdict(141).fits
+    assert sessions == 64 or not plan(sessions=sessions + 1).verdict(141).fits
+
+
+def test_everything_together_is_the_last_resort():
+    tight = plan(context=1_048_576, sessions=16, chunk=8192, experts_at_once=256)
+    advice = " ".join(tight.verdict(92).advice)
+    assert "together: one session, --ctx" in advice
+    hopeless = plan().verdict(85.5)
+    assert not hopeless.fits
+    assert "no room to work" in hopeless.advice[-1]
+
+
+def test_other_recipes():
+    assert plan(experts=Q4).bytes_of("weights") > 150 * GIB
+    assert not plan(experts=Q4).verdict(141).fits
+    assert plan(PRO, MXFP4).bytes_of("weights") > 700 * GIB
+    assert "IQ2_XXS" not in plan(experts=Q4).table()
+
+
+def test_the_embedded_model():
+    path = embedded_model_path()
+    found = memory_plan(path, Options(context=4096, sessions=2))
+    assert found.shape == open_model(path).shape
+    assert found.verdict(24).fits
+    text = found.table()
+    assert text.startswith(f"Memory plan: {found.shape.name}, 2 sessions of 4,096 tokens, prefill chunk 4,096\n")
+    for part in ("weights: ", "sessions: ", "host memory: ", "scratch of prefill: ", "on the card: "):
+        assert part in text
+    assert [f"{card} GB card: fits" in text for card in CARDS] == [True] * len(CARDS)
+
+
+def test_a_table_of_a_card_that_is_too_small():
+    text = plan().table([24])
+    assert "24 GB card: does not fit, " in text
+    assert "  - the weights alone take" in text
+
+
+def test_refusals():
+    with pytest.raises(Ds4Error, match="more than the model's"):
+        memory_plan(embedded_model_path(), Options(context=10_000_000))
+    with pytest.raises(Ds4Error, match="context is 0"):
+        Options(context=0)
+    with pytest.raises(Ds4Error, match="1025 sessions cannot be live"):
+        Options(context=1, sessions=1025)

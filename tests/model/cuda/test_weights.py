@@ -1,0 +1,96 @@
+"""Weights on a device: every tensor of a file in its place, shared data once, types that there are no planes for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+
+from ds4.errors import Ds4Error
+from ds4.gguf import blocks
+from ds4.gguf.file import embedded_model_path, open_model
+from ds4.gguf.shape import TINY
+from ds4.model.cuda.support import check_shape
+from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert
+from ds4.ops.kernels.planes import Planes, unpack
+from tests.helpers import random_tensors
+
+
+def test_a_file(device: str) -> None:
+    file = open_model(embedded_model_path())
+    seen: list[tuple[int, int]] = []
+    weights = DeviceWeights.load(FileBytes(file), device, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in file.tensors.values())
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+    def stored(*names: str) -> torch.Tensor:
+        parts = []
+        for name in names:
+            info = file.tensors[name]
+            parts.append(blocks.dequantize(file.raw(name), info.type, info.n_values).view(-1, info.shape[-1]))
+        return torch.cat(parts)
+
+    def check(planes: Planes | torch.Tensor, *names: str) -> None:
+        values = planes.float().view(-1, planes.shape[-1]) if isinstance(planes, torch.Tensor) else unpack(planes)
+        assert torch.equal(values.cpu(), stored(*names)), names
+
+    check(weights.embedding, "token_embd.weight")
+    check(weights.output, "output.weight")
+    check(weights.hc_head.fn, "output_hc_fn.weight")
+    for number, layer in enumerate(weights.layers):
+        p = f"blk.{number}."
+        check(layer.q_a_kv, f"{p}attn_q_a.weight", f"{p}attn_kv.weight")
+        check(layer.gate, f"{p}ffn_gate_exps.weight")
+        check(layer.down, f"{p}ffn_down_exps.weight")
+        check(layer.shared_gate_up, f"{p}ffn_gate_shexp.weight", f"{p}ffn_up_shexp.weight")
+        side = []
+        for prefix in ("attn_compressor", "indexer_compressor"):
+            if f"{p}{prefix}_kv.weight" in file.tensors:
+                side += [f"{p}{prefix}_kv.weight", f"{p}{prefix}_gate.weight"]
+        if file.shape.has_indexer(number):
+            side.append(f"{p}indexer.proj.weight")
+        assert (layer.side is None) == (not side)
+        if layer.side is not None:
+            check(layer.side, *side)
+        index = [f"{p}indexer.attn_q_b.weight"] if file.shape.has_indexer(number) else []
+        if layer.index_q is not None:
+            check(layer.index_q, *index)
+            index = []
+        check(layer.q_b, f"{p}attn_q_b.weight", *index)
+
+
+class Shared(TensorBytes):
+    """All layers' experts at one place, as a synthetic file has them."""
+
+    def key(self, name: str) -> object:
+        return name.split(".", 2)[2] if "_exps." in name else name
+
+
+def test_shared_data_is_loaded_once(device: str) -> None:
+    shape = replace(TINY, name="custom", hidden=128, vocab=64, layers=2, ratios=(0, 0), experts=2)
+    seen: list[tuple[int, int]] = []
+    source = Shared(shape, random_tensors(shape, 1))
+    weights = DeviceWeights.load(source, device, progress=lambda done, total: seen.append((done, total)))
+    assert weights.layers[0].gate is weights.layers[1].gate
+    assert weights.layers[0].q_b is not weights.layers[1].q_b
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("kind", [T.F32, T.F16, T.BF16])
+def test_other_types_are_converted(kind: T) -> None:
+    dtype = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}[kind]
+    values = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    raw = values.view(torch.uint8).flatten()
+    half = _convert(raw, kind, T.F16, 256)
+    assert torch.equal(half.view(torch.float16).view(6, 256), values.half())
+    q8 = blocks.dequantize(_convert(raw, kind, T.Q8_0, 256), T.Q8_0, values.numel()).view(6, 256)
+    assert (q8 - values.float()).norm() / values.float().norm() < 8e-3
+
+
+def test_refusals() -> None:
+    check_shape(TINY)
+    for name, value in (("hidden", 192), ("head_dim", 320), ("hc_streams", 2), ("q_lora_rank", 64)):
+        with pytest.raises(Ds4Error, match=f"do not take {name} {value}"):
+            check_shape(replace(TINY, **{name: value}))
