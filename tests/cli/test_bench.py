@@ -98,10 +98,10 @@ def test_the_first_token_is_timed_in_new_processes(monkeypatch: pytest.MonkeyPat
         return {1: 100.0, 2: 5.0, 3: 1.0, 4: 2.0}[len(commands)]
 
     monkeypatch.setattr(bench, "_time_to_output", timed)
-    options = Options(model="a.gguf", threads=2, bench_options=BenchOptions(repeats=3))
+    options = Options(model="a.gguf", threads=2, device="cpu", bench_options=BenchOptions(repeats=3))
     assert bench.first_token(options) == 2.0  # the first run does not count
     assert commands[0][1:5] == ["-m", "ds4.cli.main", "-p", "Hello"]
-    assert commands[0][-4:] == ["-m", "a.gguf", "-t", "2"]
+    assert commands[0][-6:] == ["-m", "a.gguf", "-t", "2", "--device", "cpu"]
 
 
 def test_a_process_that_fails_is_reported() -> None:

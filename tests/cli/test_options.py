@@ -29,11 +29,11 @@ def test_without_flags_everything_is_the_default() -> None:
 def test_every_flag_arrives() -> None:
     argv = (
         "-m a.gguf -c 100 -n 5 -t 2 --prefill-chunk 64 --temp 0.5 --top-p 0.9 --min-p 0 --top-k 40 --seed 7 --nothink"
-        " -sys Hi -p Ask --template ds4 --hide-thinking --dump-logprobs out --logprobs-top-k 3"
+        " -sys Hi -p Ask --template ds4 --hide-thinking --quality --dump-logprobs out --logprobs-top-k 3"
     )
     assert parse(argv.split()) == Options(
         model="a.gguf", context=100, max_tokens=5, threads=2, prefill_chunk=64, temperature=0.5, top_p=0.9, min_p=0.0,
-        top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True,
+        top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True, quality=True,
         dump_logprobs="out", logprobs_top_k=3,
     )  # fmt: skip
     bench = (
@@ -102,9 +102,26 @@ def test_flags_not_built_are_refused_by_name(flag: str, capsys: pytest.CaptureFi
 
 
 def test_other_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the backend cuda is not built yet" in refusal(capsys, "--backend", "cuda")
+    assert "the backend metal is not built yet" in refusal(capsys, "--backend", "metal")
     assert "'x' is not a backend" in refusal(capsys, "--backend", "x")
-    assert parse(["--backend", "cpu"]) == parse(["--cpu"]) == Options()
+    assert "'cuda:' is not a device; use auto, cpu, cuda or cuda:N" in refusal(capsys, "--device", "cuda:")
+
+
+def test_names_of_the_device() -> None:
+    assert parse([]).device == "auto"
+    assert parse(["--backend", "cpu"]).device == parse(["--cpu"]).device == parse(["--device=cpu"]).device == "cpu"
+    assert parse(["--cuda"]) == parse(["--backend", "cuda"]) == Options(device="cuda")
+    assert parse(["--cpu", "--device", "cuda:3"]).device == "cuda:3"
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--plan", "-c", "100", "--sessions", "4", "--cards", "141,96,24.5"]) == Options(
+        plan=True, context=100, sessions=4, cards=(141, 96, 24.5)
+    )
+    assert "--cards belongs to --plan" in refusal(capsys, "--cards", "24")
+    for text in ("", "24,", "a", "0", "inf"):
+        assert "is not a list of sizes in GB" in refusal(capsys, "--plan", "--cards", text)
+    assert "--inspect and --plan cannot run together" in refusal(capsys, "--plan", "--inspect")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_chunks_company_and_history_do_not_change_a_bit(engine: ds4.Engine, thre
     fresh = engine.session()
     fresh.sync(ids)
     fresh.rewind(len(ids) - 100)
-    assert fresh.reused >= len(ids) - 100 - engine.config.prefill_chunk
+    assert fresh.reused >= len(ids) - 100 - engine.prefill_chunk
     assert torch.equal(fresh.logits, whole[len(ids) - 101])
 
 

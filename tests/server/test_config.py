@@ -28,14 +28,14 @@ def test_every_flag_reaches_the_configuration() -> None:
         "-m m.gguf --host 0.0.0.0 --port 1 -c 100 -n 7 -t 2 --prefill-chunk 32 --checkpoint-mb 5 --template ds4"
         " --effort-profile 0731 --think-default off --cors --trace t --scripted s --scripted-kv-bytes-per-token 3"
         " --max-queue 4 --max-sessions 2 --no-safe-client-text --no-think-recovery --disable-exact-dsml-tool-replay"
-        " --tool-memory-max-ids 9 --chdir /tmp --cpu --backend cpu --raw-completions --api-key one --api-key=-two"
-        " --api-key-file keys --request-timeout 1.5 --step-timeout 2"
+        " --tool-memory-max-ids 9 --chdir /tmp --device cuda:1 --raw-completions --api-key one --api-key=-two"
+        " --quality --api-key-file keys --request-timeout 1.5 --step-timeout 2"
     )
     config = parse_args(flags.split())
     assert config == ServerConfig(
-        model=Path("m.gguf"), host="0.0.0.0", port=1, ctx=100, max_tokens=7, threads=2, prefill_chunk=32,
-        checkpoint_mb=5, template="ds4", effort_profile="0731", think_default=False, cors=True, trace=Path("t"),
-        scripted=Path("s"), scripted_kv_bytes=3, max_queue=4, max_sessions=2, safe_client_text=False,
+        model=Path("m.gguf"), host="0.0.0.0", port=1, device="cuda:1", quality=True, ctx=100, max_tokens=7, threads=2,
+        prefill_chunk=32, checkpoint_mb=5, template="ds4", effort_profile="0731", think_default=False, cors=True,
+        trace=Path("t"), scripted=Path("s"), scripted_kv_bytes=3, max_queue=4, max_sessions=2, safe_client_text=False,
         think_recovery=False, replay=False, tool_memory_max_ids=9, chdir=Path("/tmp"), raw_completions=True,
         api_keys=("one", "-two"), api_key_file=Path("keys"), request_timeout=1.5, step_timeout=2.0,
     )  # fmt: skip
@@ -46,7 +46,9 @@ def test_every_flag_reaches_the_configuration() -> None:
     [
         (["--kv-disk-dir", "x"], "--kv-disk-dir is not built yet in this version"),
         (["--mtp=draft.gguf"], "--mtp is not built yet"),
-        (["--cuda"], "--cuda is not built yet"),
+        (["--rocm"], "--rocm is not built yet"),
+        (["--device", "gpu"], "'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:x"], "'cuda:x' is not a device"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key", "good", "--api-key", "hush hush"], "the API key has a space or a character that is not ASCII"),
         (["--api-key", "hushé"], "the API key has a space"),
@@ -58,7 +60,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--max-sessions", "0"], "max_sessions is 0"),
         (["--request-timeout", "-1"], "request_timeout is -1.0"),
         (["--step-timeout", "inf"], "step_timeout is inf"),
-        (["--backend", "rocm"], "--backend rocm is not built yet"),
+        (["--backend", "rocm"], "the backend rocm is not built yet"),
         (["--frobnicate"], "--frobnicate"),
         (["--ctx", "many"], "many"),
         (["--ctx", "0"], "ctx is 0"),
@@ -75,8 +77,9 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--chdir", ""], "the name is empty"),
         (["--trace="], "the name is empty"),
         (["--scripted", ""], "the name is empty"),
-        (["--backend", ""], "'' is not a backend; use cpu"),
+        (["--backend", ""], "'' is not a backend; use cpu, cuda or auto"),
         (["--help", "nonsense"], "no help topic 'nonsense'; topics: model, chat, server, testing"),
+        (["--plan"], "--plan is a flag of ds4"),
         (["--dump-logits", "x"], "--dump-logits is a flag of ds4"),
         (["--decode-consistency=3"], "--decode-consistency is a flag of ds4"),
     ],
@@ -127,6 +130,13 @@ def test_help_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_args([], "hush")
     assert config.api_keys == ("hush",)
     assert "hush" not in repr(config)
+
+
+def test_names_of_the_device() -> None:
+    assert parse_args([]).device == "auto"
+    assert parse_args(["--backend", "cuda"]).device == parse_args(["--cuda"]).device == "cuda"
+    assert parse_args(["--cpu", "--device", "cuda:2"]).device == "cuda:2"
+    assert parse_args(["--device", "cuda", "--cpu"]).device == "cpu"
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -12,6 +12,8 @@ import pytest
 from server_harness import line, random_engine, scripted
 from worker_harness import Gate, TestClock, last, look_until, move, replies_to, request, run, timed_worker
 
+from ds4.engine import Engine
+from ds4.errors import Ds4Error
 from ds4.model.cache import RowPool
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
@@ -144,6 +146,28 @@ def test_a_step_that_does_not_return_is_given_up_with_its_thread(
     events = [json.loads(text) for text in (tmp_path / "t").read_text().splitlines()]
     errors = {(e["request"], e["message"]) for e in events if e["event"] == "error"}
     assert errors == {(1, LOST), (2, LOST)}
+
+
+def test_a_device_without_room_for_another_engine_ends_the_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = timed_worker(line("on", then="repeat", hang_at=3), step_timeout=5)
+    runner: Any = worker.engine.runner
+    runner._closed = hang = Hang()
+
+    def renew() -> Engine:
+        raise Ds4Error("the memory of cuda:0 is not enough")
+
+    monkeypatch.setattr(worker.engine, "renew", renew)
+    (running,) = replies_to(worker, request("first"))
+    worker.start()
+    assert runner.hanging.wait(30)
+    move(worker, 5)
+    assert last(running) == Failed(503, "internal error; see the server's log")
+    assert "cannot go on after a step of the model that did not return: the memory of cuda:0" in caplog.text
+    hang.returns.set()
+    assert worker.stop(10)
+    assert not worker.alive
 
 
 def test_a_thread_whose_step_fails_after_it_was_given_up_touches_nothing() -> None:

@@ -148,7 +148,12 @@ def bench_tokens(engine: Engine, count: int) -> list[int]:
 def first_token(options: Options, clock: Clock = time.perf_counter) -> float:
     """Seconds from the start of a new `ds4 -p` process to its first token; the median, after one run to warm up."""
     command = [sys.executable, "-m", "ds4.cli.main", "-p", FIRST_TOKEN_QUESTION, "-n", "1", "--nothink"]
-    for flag, value in (("-m", options.model), ("-c", options.context), ("-t", options.threads)):
+    for flag, value in (
+        ("-m", options.model),
+        ("-c", options.context),
+        ("-t", options.threads),
+        ("--device", options.device),
+    ):
         if value is not None:
             command += [flag, str(value)]
     seconds = [_time_to_output(command, clock) for _ in range(options.bench_options.repeats + 1)]

@@ -122,7 +122,7 @@ def decode_consistency(
 def _logits_of_prefill(session: Session, ids: Sequence[int], first: int) -> list[Tensor]:
     """The logits behind positions first .. of a prefill in the engine's chunks."""
     rows: list[Tensor] = []
-    chunk = session.engine.config.prefill_chunk
+    chunk = session.engine.prefill_chunk
     for start in range(0, len(ids), chunk):
         part = list(ids[start : start + chunk])
         (logits,) = session.engine.step([(session, part)], logits="all" if start + len(part) > first else "none")

@@ -74,6 +74,8 @@ def _prepare(options: Options) -> Callable[[], int]:
 
         path = options.inspect or model_path(options)
         return lambda: inspect(path)
+    if options.plan:
+        return _plan(options)
     if options.bench:
         from ds4.cli.bench import run_bench
 
@@ -93,6 +95,26 @@ def _prepare(options: Options) -> Callable[[], int]:
         return lambda: run_repl(talk, options)
     text, talk = prompt, conversation(load_engine(options), options)
     return lambda: answer_once(talk, options, text, sys.stdout, sys.stderr)
+
+
+def _plan(options: Options) -> Callable[[], int]:
+    from ds4.engine.device import plan_table
+
+    sessions, chunk = options.sessions or 1, options.prefill_chunk
+    table = plan_table(
+        model_path(options),
+        context=options.context,
+        sessions=sessions,
+        chunk=chunk,
+        cards=options.cards,
+        quality=options.quality,
+    )
+
+    def job() -> int:
+        sys.stdout.write(table)
+        return OK
+
+    return job
 
 
 def answer_once(talk: Conversation, options: Options, prompt: str, out: TextIO, err: TextIO) -> int:
@@ -228,10 +250,16 @@ def load_engine(options: Options) -> Engine:
     from ds4.engine import EngineConfig
     from ds4.engine.loading import load
 
-    chunk = options.prefill_chunk or EngineConfig().prefill_chunk
-    config = EngineConfig(context=options.context, prefill_chunk=chunk, threads=options.threads)
+    config = EngineConfig(
+        context=options.context,
+        prefill_chunk=options.prefill_chunk,
+        threads=options.threads,
+        quality=options.quality,
+        # The benchmark goes on from forks of a session, and keeps another one.
+        sessions=options.sessions or (3 if options.bench else 2 if options.decode_consistency else 1),
+    )
     with Bar("loading the model", sys.stderr, transfer=True) as bar:
-        engine = load(options.model, config=config, progress=bar)
+        engine = load(options.model, options.device, config=config, progress=bar)
     if options.context is not None and engine.context < options.context:
         complain(
             f"the model allows a context of {engine.context} tokens, so --ctx {options.context} is lowered to that"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ Mode = Literal["none", "high", "max"]
 """How the model answers: at once, after thinking, after thinking as hard as it can."""
 
 NOT_BUILT = {
-    "backends": ("--metal", "--cuda", "--rocm", "--gpu-vram", "--gpu-devices", "--cuda-tensor-parallel", "--quality"),
+    "backends": ("--metal", "--rocm", "--gpu-vram", "--gpu-devices", "--cuda-tensor-parallel"),
     "memory": (
         "--warm-weights", "--ssd-streaming", "--ssd-streaming-cold", "--ssd-streaming-cache-experts",
         "--ssd-streaming-preload-experts", "--simulate-used-memory", "--expert-profile", "--power",
@@ -66,6 +67,9 @@ class Options:
     max_tokens: int | None = None
     threads: int | None = None
     prefill_chunk: int | None = None
+    device: str = "auto"
+    sessions: int | None = None
+    quality: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.05
@@ -79,6 +83,8 @@ class Options:
     template: str = "official"
     hide_thinking: bool = False
     inspect: str | None = None
+    plan: bool = False
+    cards: tuple[float, ...] | None = None
     dump_tokens: bool = False
     dump_logits: str | None = None
     dump_logprobs: str | None = None
@@ -99,13 +105,15 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--prompt and --prompt-file are given both; give one")
     if args.raw_prompt and args.system:
         parser.error("--system has no place in a raw prompt; write the system text into the prompt itself")
-    jobs = [name for name in ("inspect", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench")
-            if getattr(args, name) not in (None, False)]  # fmt: skip
+    every = ("inspect", "plan", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench")
+    jobs = [name for name in every if getattr(args, name) not in (None, False)]
     if len(jobs) > 1:
         names = " and ".join("--" + name.replace("_", "-") for name in jobs[:2])
         parser.error(f"{names} cannot run together; give one")
     if args.logprobs_top_k is not None and args.dump_logprobs is None:
         parser.error("--logprobs-top-k belongs to --dump-logprobs; give that too")
+    if args.cards is not None and not args.plan:
+        parser.error("--cards belongs to --plan; give that too")
     if args.dump_logits == "-":
         parser.error("--dump-logits writes binary numbers; give the name of a file")
     bench = _bench_options(parser, args)
@@ -115,6 +123,9 @@ def parse(argv: Sequence[str]) -> Options:
         max_tokens=args.tokens,
         threads=args.threads,
         prefill_chunk=args.prefill_chunk,
+        device=args.device,
+        sessions=args.sessions,
+        quality=args.quality,
         temperature=args.temp,
         top_p=args.top_p,
         min_p=args.min_p,
@@ -128,6 +139,8 @@ def parse(argv: Sequence[str]) -> Options:
         template=args.template,
         hide_thinking=args.hide_thinking,
         inspect="" if args.inspect is True else args.inspect,
+        plan=args.plan,
+        cards=args.cards,
         dump_tokens=args.dump_tokens,
         dump_logits=args.dump_logits,
         dump_logprobs=args.dump_logprobs,
@@ -269,9 +282,19 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", _whole(1))
     _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", _whole(0))
     _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", _whole(1, MAX_THREADS))
-    _flag(group, "--prefill-chunk N", "prompt tokens evaluated in one step (512)", _whole(1))
-    _flag(group, "--backend NAME", "cpu or auto", _backend, "cpu")
-    _flag(group, "--cpu", "the same as --backend cpu")
+    chunk = "prompt tokens evaluated in one step (512; on a CUDA device 4096 or what fits)"
+    _flag(group, "--prefill-chunk N", chunk, _whole(1))
+    device = "cpu, cuda, cuda:N (the card of this number), or auto: a CUDA device if it can run the model (auto)"
+    _flag(group, "--device NAME", device, _device, "auto")
+    # Names that the C engine has; whichever of them comes last counts.
+    group.add_argument("--backend", dest="device", metavar="NAME", type=_backend, help="the same: cpu, cuda or auto")
+    for name in ("cpu", "cuda"):
+        group.add_argument(
+            f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
+        )
+    _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", _whole(1))
+    quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
+    _flag(group, "--quality", quality)
     group.add_argument("--version", action=_Version, nargs=0, help="print the version")
     topics = f"this text, or one part: {', '.join(TOPICS)}"
     group.add_argument("-h", "--help", metavar="TOPIC", action=_Help, nargs="?", help=topics)
@@ -304,6 +327,8 @@ def _prompt_flags(group: argparse._ArgumentGroup) -> None:
 def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
     inspect = "print what a model file holds and what would be refused (default: that of --model)"
     group.add_argument("--inspect", metavar="FILE", nargs="?", const=True, type=_file, help=inspect)
+    _flag(group, "--plan", "print what the model takes on a CUDA device with --ctx, --sessions and --prefill-chunk")
+    _flag(group, "--cards LIST", "with --plan: sizes of cards in GB, with commas between (141,96,80,24)", _cards)
     _flag(group, "--dump-tokens", "print the tokens of the prompt")
     _flag(
         group, "--dump-logits FILE", "write the logits after the prompt: .npz (tokens, logits), .npy, else raw float32",
@@ -373,12 +398,28 @@ def _file(text: str) -> str:
     return text
 
 
-def _backend(text: str) -> str:
-    if text in ("metal", "cuda", "rocm"):
-        raise argparse.ArgumentTypeError(f"the backend {text} is not built yet; use cpu")
-    if text not in ("cpu", "auto"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a backend; use cpu")
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
     return text
+
+
+def _backend(text: str) -> str:
+    if text in ("metal", "rocm"):
+        raise argparse.ArgumentTypeError(f"the backend {text} is not built yet; use cpu or cuda")
+    if text not in ("auto", "cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a backend; use cpu, cuda or auto")
+    return text
+
+
+def _cards(text: str) -> tuple[float, ...]:
+    try:
+        sizes = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes in GB, such as 141,96,24")
+    return sizes
 
 
 def _template(text: str) -> str:

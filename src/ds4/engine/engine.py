@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 1024
 
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that one step takes, where the configuration and the device say nothing else."""
+
 Wanted = Literal["last", "all", "none"]
 """The positions of each item whose logits a step returns."""
 
@@ -30,30 +33,43 @@ class EngineConfig:
     """How an engine runs.
 
     Attributes:
-        context: most tokens of a session; None: what the model file says.
-        prefill_chunk: most tokens of one session evaluated in one step of a prefill.
+        context: most tokens of a session; None: what the model file says, on a CUDA device as much of it as fits.
+        prefill_chunk: most tokens of one session evaluated in one step of a prefill; None: 512, on a CUDA device 4,096
+            or what fits.
+        sessions: how many can be live at once on a CUDA device, forks included, each of `context` tokens: memory is
+            set aside for them. None: 8, or as many as fit. On the CPU memory is taken as it is needed, without a limit.
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
         checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this; 0: never.
         threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
             second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
+        quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the
+            results are nearly those of the CPU, but slow, and sessions that step together are computed one after the
+            other. The CPU always computes so.
     """
 
     context: int | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     checkpoint_bytes: int = 1 << 30
     checkpoint_interval: int = 128
     threads: int | None = None
+    sessions: int | None = None
+    quality: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.quality) is not bool:
+            raise Ds4Error(f"quality is {self.quality!r}; it must be True or False")
         limits: dict[str, tuple[int, int | None]] = {
-            "prefill_chunk": (1, None),
             "checkpoint_bytes": (0, None),
             "checkpoint_interval": (0, None),
         }
         if self.context is not None:
             limits["context"] = (1, None)
+        if self.prefill_chunk is not None:
+            limits["prefill_chunk"] = (1, None)
         if self.threads is not None:
             limits["threads"] = (1, MAX_THREADS)
+        if self.sessions is not None:
+            limits["sessions"] = (1, None)
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if type(value) is not int or value < low or (high is not None and value > high):
@@ -166,6 +182,7 @@ class Engine:
         shape: the model's sizes.
         tokenizer: None for a model made from tensors without one.
         context: most tokens of a session.
+        prefill_chunk: most tokens of one session evaluated in one step of a prefill, if a call says nothing else.
     """
 
     def __init__(
@@ -181,6 +198,7 @@ class Engine:
         self.config = config or EngineConfig()
         self._tokenizer = tokenizer
         self.context = min(self.config.context or self.shape.context, self.shape.context)
+        self.prefill_chunk = self.config.prefill_chunk or PREFILL_CHUNK
         self.checkpoint_budget = CheckpointBudget(self.config.checkpoint_bytes)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds4.engine import device as devices
 from ds4.engine.engine import Engine, EngineConfig, ModelRunner
 from ds4.errors import Ds4Error
 from ds4.gguf import file as gguf_file
@@ -35,26 +36,35 @@ def load(
 
     Args:
         path: the file; None: the small model that comes with the package.
-        device: "auto" or "cpu".
+        device: "cpu", "cuda" (the current one), "cuda:N" (its number), or "auto": CUDA where the card, the packages and
+            the model allow it (see `ds4.engine.device.choose`), else the CPU.
         qat_sim: run the quantisation round trips the model was trained with. None: what the file records, else on.
-        config: context, prefill chunk, checkpoint budget, threads.
+        config: context, prefill chunk, sessions, checkpoint budget, threads. On a CUDA device a plan is made of it
+            before anything is loaded, and what the configuration leaves open becomes what fits.
         index_selection: "topk" is the model; "random" and "all" measure what its indexer is worth.
         progress: called with (bytes read, bytes in all) while the weights are read.
 
     Raises:
-        FileFormatError: the file is not a model this engine runs. Ds4Error: device or options do not fit.
+        FileFormatError: the file is not a model this engine runs. Ds4Error: device or options do not fit, or the
+            model does not fit on the device.
     """
-    check_device(device)
+    devices.check_name(device)
     if index_selection not in ("topk", "random", "all"):
         raise Ds4Error(f"index_selection is {index_selection!r}; use topk, random or all")
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise Ds4Error(f"a model is given by the path of its file, not by {type(path).__name__}")
     file = gguf_file.open_model(gguf_file.embedded_model_path() if path is None else path)
-    recorded = bool(file.metadata.get("ds4.qat_sim", True))
+    round_trips = file.qat_sim if qat_sim is None else qat_sim
     tokenizer = Tokenizer.from_metadata(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None
-    weights = ModelWeights.load(FileSource(file, progress))
-    model = DeepseekV4(weights, recorded if qat_sim is None else qat_sim, index_selection)
     threads = config.threads if config else None
+    chosen = devices.choose(device, file, round_trips, index_selection)
+    if chosen.type == "cuda":
+        if threads is not None:
+            torch.set_num_threads(threads)
+        runner, config = devices.load_runner(file, chosen, config or EngineConfig(), progress)
+        return Engine(runner, tokenizer, config)
+    weights = ModelWeights.load(FileSource(file, progress))
+    model = DeepseekV4(weights, round_trips, index_selection)
     if threads is None and file.shape.hidden <= ONE_THREAD_HIDDEN:
         threads = 1
     if threads is not None:
@@ -73,10 +83,16 @@ def from_tensors(
 ) -> Engine:
     """An engine over tensors in memory, under their GGUF names and in torch's order of dimensions ([out, in]).
 
+    It runs on the CPU: kernels for CUDA read the quantised matrices of a file.
+
     Raises:
         Ds4Error: a tensor is missing or has another shape than `shape` says; or `device` or `qat_sim` do not fit.
     """
-    check_device(device)
+    devices.check_name(device)
+    if device not in ("auto", "cpu"):
+        raise Ds4Error(
+            f"device {device!r} is not available for tensors in memory, which run on the CPU (device='cpu' or 'auto')"
+        )
     for name, spec in expected_tensors(shape).items():
         if name not in tensors:
             raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")
@@ -103,12 +119,6 @@ def from_transformers(
         raise Ds4Error(f"from_transformers takes a DeepseekV4ForCausalLM, not a {type(model).__name__}")
     shape = shape_from_transformers(model.config)
     return from_tensors(shape, tensors_from_transformers(model, shape), tokenizer, device, qat_sim, config=config)
-
-
-def check_device(device: str) -> None:
-    """Raise `Ds4Error` for a device that this version does not run on."""
-    if device not in ("auto", "cpu"):
-        raise Ds4Error(f"device {device!r} is not available: this version runs on the CPU (device='cpu' or 'auto')")
 
 
 def shape_from_transformers(config: Any) -> Shape:

@@ -161,7 +161,7 @@ class Session:
             raise Ds4Error("a prompt needs at least one token")
         if len(ids) >= self.engine.context:
             raise ContextOverflowError(len(ids), self.engine.context)
-        chunk = self._check_chunk(self.engine.config.prefill_chunk if chunk is None else chunk)
+        chunk = self._check_chunk(self.engine.prefill_chunk if chunk is None else chunk)
         self._go_back_for(ids)
         return Prefill(self, ids, chunk, boundaries)
 
@@ -173,7 +173,7 @@ class Session:
 
     def _extend(self, ids: list[int]) -> None:
         """Evaluate what is missing of `ids`, which begin with the tokens held."""
-        prefill = Prefill(self, ids, self.engine.config.prefill_chunk, ())
+        prefill = Prefill(self, ids, self.engine.prefill_chunk, ())
         while not prefill.done:
             prefill.step()
 

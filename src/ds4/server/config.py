@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ MAX_THREADS = 1024
 # one would run something else than what was asked for.
 NOT_BUILT = frozenset(
     {
-        "--metal", "--cuda", "--rocm", "--power", "--quality", "--warm-weights", "--gpu-vram", "--gpu-devices",
+        "--metal", "--rocm", "--power", "--warm-weights", "--gpu-vram", "--gpu-devices",
         "--cuda-tensor-parallel", "--ssd-streaming", "--ssd-streaming-cold", "--ssd-streaming-cache-experts",
         "--ssd-streaming-preload-experts", "--simulate-used-memory", "--mtp", "--mtp-draft", "--mtp-margin", "--dspark",
         "--dspark-confidence", "--dspark-strict", "--expert-profile", "--dir-steering-file", "--dir-steering-ffn",
@@ -38,6 +39,7 @@ OF_DS4 = frozenset(
         "--hide-thinking", "--temp", "--top-p", "--min-p", "--top-k", "--seed", "--inspect", "--dump-tokens",
         "--dump-logits", "--dump-logprobs", "--logprobs-top-k", "--decode-consistency", "--bench", "--ctx-start",
         "--ctx-max", "--step-mul", "--step-incr", "--gen-tokens", "--repeats", "--no-first-token", "--bench-json",
+        "--plan", "--cards", "--sessions",
     }
 )  # fmt: skip
 
@@ -53,9 +55,11 @@ class ServerConfig:
         host, port: where it listens; port 0 takes a free one.
         ctx: most tokens of prompt and answer together.
         max_tokens: limit of an answer if the request gives none.
+        device: where the model runs: `auto`, `cpu`, `cuda` or `cuda:N` (see `ds4.engine.device.choose`).
         threads: CPU threads of the engine; None: PyTorch's choice.
         prefill_chunk: most prompt tokens evaluated in one step (128 while answers are running); None: the engine's
             default.
+        quality: compute in float32 on a CUDA device (see `ds4.engine.EngineConfig`).
         checkpoint_mb: MiB that the ways back into earlier positions may hold.
         template: chat template, `official` or `ds4`.
         effort_profile: `preview` or `0731`: what effort names mean.
@@ -88,8 +92,10 @@ class ServerConfig:
     port: int = 8000
     ctx: int = DEFAULT_CONTEXT
     max_tokens: int = DEFAULT_MAX_TOKENS
+    device: str = "auto"
     threads: int | None = None
     prefill_chunk: int | None = None
+    quality: bool = False
     checkpoint_mb: int = 1024
     template: str = "official"
     effort_profile: str = "preview"
@@ -185,6 +191,20 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
+    return text
+
+
+def _backend(text: str) -> str:
+    if text in ("metal", "rocm"):
+        raise argparse.ArgumentTypeError(f"the backend {text} is not built yet in this version; use cpu or cuda")
+    if text not in ("auto", "cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a backend; use cpu, cuda or auto")
+    return text
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the server's command line."""
     parser = _Parser(
@@ -209,9 +229,17 @@ def build_parser() -> argparse.ArgumentParser:
         "-n", "--tokens", dest="max_tokens", type=int, metavar="N", help=f"limit of an answer ({DEFAULT_MAX_TOKENS})"
     )
     model.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads")
-    model.add_argument("--cpu", action="store_true", help="run on the CPU (the only device of this version)")
-    model.add_argument("--backend", metavar="NAME", help="cpu")
+    device = "cpu, cuda, cuda:N (the card of this number), or auto: a CUDA device if it can run the model (auto)"
+    model.add_argument("--device", metavar="NAME", type=_device, help=device)
+    # Names that the C engine has; whichever of them comes last counts.
+    model.add_argument("--backend", dest="device", metavar="NAME", type=_backend, help="the same: cpu, cuda or auto")
+    for name in ("cpu", "cuda"):
+        model.add_argument(
+            f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
+        )
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
+    quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
+    model.add_argument("--quality", action="store_true", help=quality)
     model.add_argument("--checkpoint-mb", type=int, metavar="N", help="MiB for ways back into a conversation (1024)")
     model.add_argument("--max-sessions", type=int, metavar="N", help="conversations kept live (8)")
 
@@ -289,12 +317,6 @@ def parse_args(argv: Sequence[str], key: str | None = None) -> ServerConfig:
         if flag in OF_DS4:
             parser.error(f"{flag} is a flag of ds4, not of the server")
     options = vars(parser.parse_args(argv))
-    options.pop("cpu", None)
-    backend = options.pop("backend", "cpu")
-    if backend not in ("cpu", "metal", "cuda", "rocm"):
-        parser.error(f"argument --backend: {backend!r} is not a backend; use cpu")
-    if backend != "cpu":
-        parser.error(f"--backend {backend} is not built yet in this version: use cpu")
     if "think_default" in options:
         options["think_default"] = options["think_default"] == "on"
     if options.pop("no_think_recovery", False):

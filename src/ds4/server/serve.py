@@ -105,14 +105,17 @@ class GracefulServer(uvicorn.Server):
 def load_backend(config: ServerConfig) -> Backend:
     """What the configuration wants to be served. Raises Ds4Error."""
     engine_config = EngineConfig(
-        context=config.ctx, checkpoint_bytes=config.checkpoint_mb << 20, threads=config.threads
+        context=config.ctx,
+        prefill_chunk=config.prefill_chunk,
+        checkpoint_bytes=config.checkpoint_mb << 20,
+        threads=config.threads,
+        quality=config.quality,
+        sessions=config.max_sessions + 1,  # a new conversation is there before the oldest one leaves
     )
-    if config.prefill_chunk is not None:
-        engine_config = replace(engine_config, prefill_chunk=config.prefill_chunk)
     if config.scripted is not None:
         return _scripted(config, config.scripted, engine_config)
     with load_progress() as progress:
-        engine = load(config.model, config=engine_config, progress=progress)
+        engine = load(config.model, config.device, config=engine_config, progress=progress)
     if not engine.has_tokenizer:
         raise Ds4Error(f"the model {config.model} has no tokenizer, so text cannot be served; use a complete file")
     if engine.context < config.ctx:

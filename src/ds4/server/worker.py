@@ -17,7 +17,7 @@ from math import inf
 
 from ds4.chat.events import CallBegin, Event
 from ds4.engine import Session
-from ds4.errors import RequestError
+from ds4.errors import Ds4Error, RequestError
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.constraints import SchemaError
@@ -246,7 +246,14 @@ class Worker:
         stuck = [*self._prefilling, *self._decoding]
         self._prefilling, self._decoding = [], []
         # Nothing that the lost step holds is used again: its sessions go with the engine that they came from.
-        self.engine = self.engine.renew()
+        try:
+            self.engine = self.engine.renew()
+        except Ds4Error as error:  # no room on the device beside what the lost step holds
+            log.error("the server cannot go on after a step of the model that did not return: %s", error)
+            for running in stuck:
+                self._refuse(running.job, 503, _DEFECT)
+            self._end()
+            return
         self.metrics.evicted("stuck", len(self._slots.slots))
         self.metrics.stuck_steps.inc()
         self._slots = self._new_slots()
@@ -367,9 +374,7 @@ class Worker:
         if job.cancelled:
             self._cancel(running, "prefill")
             return
-        chunk = self.engine.config.prefill_chunk
-        if self._decoding:
-            chunk = min(chunk, _SHARED_CHUNK)
+        chunk = min(self.engine.prefill_chunk, _SHARED_CHUNK) if self._decoding else self.engine.prefill_chunk
         try:
             complete = self._watch.step(lambda: running.evaluate(chunk))
         except Exception as error:
