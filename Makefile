@@ -3,6 +3,7 @@
 #
 #   make serve ARGS="-m model.gguf --port 8080"    any flags of ds4-server
 #   make test PYTEST_ARGS="tests/chat -x"          only some of the tests
+#   make test-gpu                                  the kernels at full shapes, on a machine with a CUDA device
 #   make check-full FILE=model.gguf REFERENCE=reference.npz
 #   make PYTHON=/path/to/python3.12 test           a certain Python for the environment
 
@@ -18,11 +19,11 @@ CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 pytho
 	$(sort $(wildcard $(HOME)/.pyenv/versions/3.1[1-4]*/bin/python3))
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 
-.PHONY: help serve test check-full lint format clean
+.PHONY: help serve test test-gpu check-full lint format clean
 
 help:
 	@sed -n '/^# Two/,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "Targets: serve, test, check-full, lint, format, clean"
+	@echo "Targets: serve, test, test-gpu, check-full, lint, format, clean"
 
 serve: $(STAMP)
 	@echo "Starting ds4-server: http://127.0.0.1:8000 and the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
@@ -31,6 +32,15 @@ serve: $(STAMP)
 
 test: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# The kernels and the model in them on a CUDA device, at all shapes: with the python3 that has its torch and triton, not
+# with .venv; in GPU_JOBS processes where pytest-xdist is installed, as most of the time goes into compiling.
+GPU_PYTHON ?= python3
+GPU_JOBS ?= 8
+test-gpu:
+	@$(GPU_PYTHON) -c 'import torch, triton; assert torch.cuda.is_available(), "PyTorch finds no CUDA device"'
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/ops/kernels tests/model/cuda \
+		$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS)") $(PYTEST_ARGS)
 
 # One pass of a full-size file on the CPU, compared with reference logits; not part of the tests.
 check-full: $(STAMP)

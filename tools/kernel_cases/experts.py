@@ -1,0 +1,152 @@
+"""Cases of `ds4.ops.kernels.experts`: routed experts at decode, in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gguf import GGMLQuantizationType as T
+from torch import Tensor
+
+from ds4 import ops
+from ds4.ops.kernels.experts import Tile, down, down_sum, gate_up
+from ds4.ops.kernels.grouping import Groups, group
+from ds4.ops.kernels.planes import Iq2Layout
+from ds4.ops.kernels.quantize import Quantised
+from kernel_cases.harness import Bench, Case, error, tiles
+
+CHECKED = 12
+"""Pairs that are compared: each takes its expert as float64."""
+
+TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4)]
+
+
+def _draws(bench: Bench, rows: int, nbytes: int) -> list[tuple[Tensor, Groups]]:
+    """Choices of experts and their groups, enough of them to read other experts in each launch."""
+    s = bench.shape
+    drawn = []
+    for _ in range(max(bench.copies(nbytes), 8) if bench.on_gpu else 1):
+        chosen = bench.choices(rows, s.experts_used, s.experts)
+        groups = Groups.allocate(chosen.numel(), s.experts, bench.device)
+        if not bench.compile_only:
+            group(chosen, groups)
+        drawn.append((chosen, groups))
+    return drawn
+
+
+def _nbytes(drawn: list[tuple[Tensor, Groups]], per_expert: int, grouped: bool, bench: Bench) -> int:
+    """Bytes of weights that a launch reads, on average."""
+    if bench.compile_only:
+        return per_expert
+    counts = [float(g.used[-1]) if grouped else c.numel() for c, g in drawn]
+    return int(per_expert * sum(counts) / len(counts))
+
+
+def _pairs(chosen: Tensor) -> list[tuple[int, int]]:
+    flat = chosen.flatten().tolist()
+    step = max(1, len(flat) // CHECKED)
+    return list(enumerate(flat))[::step]
+
+
+def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Case]]:
+    def make(bench: Bench) -> Iterator[Case]:
+        s = bench.shape
+        gate, up = (bench.planes(type, s.expert_hidden, s.hidden, s.experts, layout) for _ in range(2))
+        per_expert = (gate.nbytes + up.nbytes) // s.experts
+        for rows in bench.rows:
+            x = bench.activations(rows, s.hidden, words=False, lanes=True, sums=True)
+            out = bench.empty(rows * s.experts_used, s.expert_hidden)
+            drawn = _draws(bench, rows, per_expert * s.experts_used * rows)
+
+            def check(x=x, out=out, drawn=drawn) -> float:
+                values, pairs = x.dequantise().double(), _pairs(drawn[0][0])
+                expected = []
+                for pair, e in pairs:
+                    both = torch.cat((bench.weight(gate, e), bench.weight(up, e)))
+                    expected.append(ops.swiglu((both @ values[pair // s.experts_used]).unsqueeze(0), s.swiglu_clamp))
+                assert bool(torch.isfinite(out).all())
+                return error(out[[pair for pair, _ in pairs]], torch.cat(expected))
+
+            for grouped in (False, True) if rows >= 4 else (False,):
+                nbytes = _nbytes(drawn, per_expert, grouped, bench)
+                for label, tile in tiles(bench, Tile(), TILES):
+                    runs = [
+                        lambda c=c, g=g, x=x, out=out, grouped=grouped, tile=tile: gate_up(
+                            x, c, gate, up, s.swiglu_clamp, out, g if grouped else None, tile
+                        )
+                        for c, g in drawn
+                    ]
+                    name = f"rows {rows}{' grouped' if grouped else ''} {label}"
+                    yield Case(name, runs, nbytes, check, 1e-5, [out])
+
+    return make
+
+
+def _down(type: T, layout: Iq2Layout = "b", form: str = "partials") -> Callable[[Bench], Iterator[Case]]:
+    def make(bench: Bench) -> Iterator[Case]:
+        s = bench.shape
+        planes = bench.planes(type, s.hidden, s.expert_hidden, s.experts, layout)
+        shared = bench.planes(T.Q8_0, s.hidden, s.expert_hidden) if form == "shared" else None
+        per_expert = planes.nbytes // s.experts
+        for rows in bench.rows:
+            h = bench.activations(rows * s.experts_used, s.expert_hidden, words=False, lanes=True, sums=True)
+            shared_x = bench.activations(rows, s.expert_hidden)
+            weights = bench.rand(rows, s.experts_used) + 0.1
+            places = 1 if form == "sum" else s.experts_used + (form == "shared")
+            out = bench.empty(rows, places, s.hidden)
+            drawn = _draws(bench, rows, per_expert * s.experts_used * rows)
+
+            def check(h=h, shared_x=shared_x, weights=weights, out=out, drawn=drawn) -> float:
+                assert bool(torch.isfinite(out).all())
+                if form == "sum":
+                    y = _products(bench, planes, h, weights, list(enumerate(drawn[0][0][0].tolist())))
+                    return error(out[0, 0], y.sum(0))
+                pairs = _pairs(drawn[0][0])
+                y = _products(bench, planes, h, weights, pairs)
+                worst = error(out[:, : s.experts_used].flatten(0, 1)[[pair for pair, _ in pairs]], y)
+                if shared is not None:
+                    worst = max(worst, error(out[:, -1], shared_x.dequantise().double() @ bench.weight(shared).t()))
+                return worst
+
+            for grouped in (False, True) if rows >= 4 and form != "sum" else (False,):
+                nbytes = _nbytes(drawn, per_expert, grouped, bench) + (shared.nbytes if shared else 0)
+                both = (shared, shared_x) if shared else None
+                for label, tile in tiles(bench, Tile() if form == "sum" else Tile(steps=2), TILES):
+                    if form == "sum":
+                        runs = [
+                            lambda c=c, h=h, weights=weights, out=out, tile=tile: down_sum(
+                                h, c, weights, planes, out[:, 0], tile
+                            )
+                            for c, _ in drawn
+                        ]
+                    else:
+                        runs = [
+                            lambda c=c, g=g, h=h, weights=weights, out=out, both=both, grouped=grouped, tile=tile: down(
+                                h, c, weights, planes, out, g if grouped else None, both, tile
+                            )
+                            for c, g in drawn
+                        ]
+                    name = f"rows {rows}{' grouped' if grouped else ''} {label}"
+                    yield Case(name, runs, nbytes, check, 1e-5, [out])
+
+    return make
+
+
+def _products(bench: Bench, planes, h: Quantised, weights: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+    values, w = h.dequantise().double(), weights.flatten().double()
+    return torch.stack([w[pair] * (bench.weight(planes, e) @ values[pair]) for pair, e in pairs])
+
+
+CASES = {
+    "experts.gate_up_iq2b": _gate_up(T.IQ2_XXS, "b"),
+    "experts.gate_up_iq2a": _gate_up(T.IQ2_XXS, "a"),
+    "experts.gate_up_q4k": _gate_up(T.Q4_K),
+    "experts.gate_up_mxfp4": _gate_up(T.MXFP4),
+    "experts.gate_up_q2k": _gate_up(T.Q2_K),
+    "experts.down_q2k": _down(T.Q2_K),
+    "experts.down_q2k_with_shared": _down(T.Q2_K, form="shared"),
+    "experts.down_q2k_sum": _down(T.Q2_K, form="sum"),
+    "experts.down_q4k": _down(T.Q4_K),
+    "experts.down_mxfp4": _down(T.MXFP4),
+    "experts.down_iq2b": _down(T.IQ2_XXS, "b"),
+}
