@@ -119,7 +119,8 @@ def test_flash_at_a_million_tokens():
     rows = sum(item(found, name) for name in ("rows", "index keys"))
     assert 3.42 < rows / GIB < 3.45
     assert found.session_bytes() < 3.6 * GIB
-    assert item(plan(context=1, sessions=1), "rows") == 0
+    # A page of each layer is the least.
+    assert item(plan(context=1, sessions=1), "rows") == 41 * 64 * 584
     assert item(plan(context=4, sessions=1), "rows, ratio 4") == 21 * 64 * 584
 
 
@@ -127,7 +128,6 @@ def test_sessions_are_added():
     one, four = plan(), plan(sessions=4)
     assert four.bytes_of("sessions") == 4 * one.bytes_of("sessions")
     assert four.session_bytes() == one.session_bytes()
-    assert item(four, "sampling") == 4 * item(one, "sampling")
     assert [bucket(n) for n in (1, 3, 16, 33, 64, 65)] == [1, 4, 16, 64, 64, 64]
 
 
@@ -150,7 +150,8 @@ def test_checkpoint_sizes_are_those_of_the_cache():
 
 def test_scratch_follows_its_options():
     base = plan()
-    assert item(plan(chunk=8192), "streams") == 2 * item(base, "streams")
+    ring = 8192 * kv_row_bytes(FLASH)
+    assert item(plan(chunk=8192), "streams") - 2 * ring == 2 * (item(base, "streams") - ring)
     assert item(base, "experts in bf16") == 2 * 64 * 2 * 2048 * 4096
     assert item(plan(experts_at_once=1000), "experts in bf16") == 4 * item(base, "experts in bf16")
     assert item(base, "a dense matrix") == 2 * 32768 * 1024

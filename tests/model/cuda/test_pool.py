@@ -17,8 +17,8 @@ from tests.helpers import SMALL
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def device_cache(slots: int = 4, context: int = 4096, segment: int = 2, device: str = "cpu", **options) -> DeviceCache:
-    return DeviceCache(SMALL, device, slots, context, segment, **options)
+def device_cache(slots: int = 4, context: int = 4096, device: str = "cpu", **options) -> DeviceCache:
+    return DeviceCache(SMALL, device, slots, context, **options)
 
 
 class Pair:
@@ -165,25 +165,24 @@ def test_states_move_in_both_directions(start: int, device: str) -> None:
         fresh.check()
 
 
-def test_a_pool_grows_in_place() -> None:
-    pool = PagePool([0, 1], {"rows": plane_specs(SMALL, "rows")}, "cpu", segment=3)
-    before = [plane.data_ptr() for plane in pool.planes(1, "rows")]
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_kernel_finds_every_page_from_one_address(device: str) -> None:
+    pool = PagePool([0, 1], {"rows": plane_specs(SMALL, "rows")}, device, 20)
     pages = [pool.allocate() for _ in range(20)]
-    assert len(set(pages)) == 20
+    assert sorted(pages) == list(range(20))
+    with pytest.raises(Ds4Error, match="all 20 pages of 64 rows are in use"):
+        pool.allocate()
     records = torch.randint(0, 256, (20, pool.page_bytes), dtype=torch.uint8)
     pool.write(pages, records)
     assert torch.equal(pool.read(pages), records)
-    assert [plane.data_ptr() for plane in pool.planes(1, "rows")] == before
-    # What a kernel computes from one address and a page's number.
-    for page, record in zip(pages, records, strict=True):
-        segment, place = pool._find(page)
-        assert pool._segments[segment][place].data_ptr() == pool._segments[0].data_ptr() + page * pool.page_bytes
-        (codes, spec), *_ = pool.region(record.view(1, -1), 1, "rows")
-        plane = pool.planes(1, "rows")[0]
-        address = plane.data_ptr() + page * plane.stride(0) * spec.dtype.itemsize
-        assert address - pool._record(page).data_ptr() == codes.storage_offset() - record.storage_offset()
+    for layer in (0, 1):
+        for plane, (codes, spec) in zip(pool.planes(layer, "rows"), pool.region(records, layer, "rows"), strict=True):
+            assert plane.untyped_storage().data_ptr() == pool._records.data_ptr()
+            assert plane.shape == (20, PAGE_ROWS, spec.width)
+            assert torch.equal(plane[pages].contiguous().view(torch.uint8).cpu(), codes)
     pool.release(pages)
     assert pool.used_pages == 0
+    assert pool.nbytes == 20 * pool.page_bytes
 
 
 def test_limits_of_pool_slots_and_context() -> None:

@@ -23,7 +23,7 @@ SHAPE = Shape(
     window=16, ratios=(0, 4, 16), index_heads=2, index_dim=128, index_top_k=4,
     experts=4, experts_used=2, expert_hidden=128, route_scale=1.5, hash_layers=1, vocab=64, context=512,
 )  # fmt: skip
-FAST = RunnerConfig(context=512, slots=4, chunk=16, short=8, experts_at_once=3, segment=1)
+FAST = RunnerConfig(context=512, slots=4, chunk=16, short=8, experts_at_once=3)
 CONFIG = replace(FAST, quality=True)
 IDS = torch.randint(0, SHAPE.vocab, (64,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -25,12 +25,13 @@ CARDS = (141, 96, 80, 24)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of a decode step: the sessions are filled up to one of these."""
 PAGE_ROWS = 64
-SEGMENT_PAGES = 64
-"""Pages by which a pool of compressed rows grows."""
 MAX_SESSIONS = 1024
 DEFAULT_SESSIONS = 8
 VOCABULARY_ROWS = 8192
 """Rows of the vocabulary matrix that are decoded at once with `quality`."""
+PIECE_RING = 8192
+"""Rows of the window ring of a long piece, if they are enough. Kernels are compiled for this number, so it is not the
+piece's."""
 
 # A card of 80 GB has nearly 80 GiB, of which the driver keeps some.
 _USABLE = 0.985
@@ -39,7 +40,6 @@ _CONTEXT = 700 << 20  # the CUDA context, code of kernels, workspaces of librari
 _NODE = 16 << 10  # a kernel in a graph, an estimate
 _NODES = 21  # kernels of a layer in a graph
 _INDEX_SCORES = 512 << 20  # prefill scores so many bytes of keys at once at most
-_SHORT_LIST = 2048  # candidates of a row in sampling
 _CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
 _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
@@ -128,8 +128,8 @@ class MemoryPlan:
 
     def page_limits(self) -> dict[int, int]:
         """Ratio -> pages of its compressed rows that all sessions together can fill."""
-        o, ratios = self.options, {*self.shape.ratios} - {0}
-        return {ratio: o.sessions * max(1, _paged(o.context, ratio) // PAGE_ROWS) for ratio in sorted(ratios)}
+        o = self.options
+        return {ratio: o.sessions * _paged(o.context, ratio) // PAGE_ROWS for ratio in _ratios(self.shape)}
 
     def change(self, **options: int | str) -> MemoryPlan:
         """The plan with other options."""
@@ -310,8 +310,8 @@ def key_bytes(shape: Shape) -> int:
 
 
 def _paged(tokens: int, ratio: int) -> int:
-    """Compressed rows that are held for so many tokens, in whole pages."""
-    return -(-(tokens // ratio) // PAGE_ROWS) * PAGE_ROWS
+    """Compressed rows that memory is set aside for with so many tokens: whole pages, at least one."""
+    return max(1, -(-(tokens // ratio) // PAGE_ROWS)) * PAGE_ROWS
 
 
 def _compressors(shape: Shape) -> list[tuple[int, int, int]]:
@@ -331,18 +331,10 @@ def _ratios(shape: Shape) -> list[int]:
     return sorted({*shape.ratios} - {0})
 
 
-def _table_bytes(shape: Shape, ratio: int, tokens: int) -> int:
-    """The page table of a sequence, and its part of what the segments of a pool are larger than their pages."""
-    pages = max(1, _paged(tokens, ratio) // PAGE_ROWS)
-    row = row_bytes(shape) + (key_bytes(shape) if ratio == shape.sparse_ratio else 0)
-    page = shape.ratios.count(ratio) * PAGE_ROWS * row
-    return 4 * pages + pages // SEGMENT_PAGES * page
-
-
 def _sessions(shape: Shape, options: Options) -> list[Item]:
     m, n = options.sessions, options.context
     items = []
-    for ratio in sorted({*shape.ratios} - {0}):
+    for ratio in _ratios(shape):
         layers = shape.ratios.count(ratio)
         rows = layers * _paged(n, ratio) * row_bytes(shape)
         detail = f"{layers} layers x {_paged(n, ratio):,} rows x {row_bytes(shape)} B"
@@ -355,8 +347,8 @@ def _sessions(shape: Shape, options: Options) -> list[Item]:
     items.append(Item("sessions", "windows", m * window, f"{shape.layers} layers x {ring} rows"))
     frontier = sum(2 * 4 * (block + _SLACK - 1) * channels for _, block, channels in _compressors(shape))
     items.append(Item("sessions", "frontiers", m * frontier, "float32"))
-    tables = sum(_table_bytes(shape, ratio, n) for ratio in _ratios(shape))
-    items.append(Item("sessions", "page tables", m * tables, "and what segments are larger than their pages"))
+    tables = sum(4 * _paged(n, ratio) // PAGE_ROWS for ratio in _ratios(shape))
+    items.append(Item("sessions", "page tables", m * tables, "int32"))
     return [replace(item, detail=f"{size(item.nbytes // m)} each: {item.detail}") if m > 1 else item for item in items]
 
 
@@ -386,6 +378,7 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     wide = s.heads * s.head_dim
     low = s.o_groups * s.o_lora_rank
     streams = t * (2 * 4 * s.hc_streams + 4 + half) * s.hidden  # old and new ones; the normalised input, twice
+    streams += piece_ring(t, s.window) * row_bytes(s)
     dense = max(s.q_lora_rank * wide, wide // s.o_groups * low, low * s.hidden, 2 * s.hidden * s.expert_hidden)
     if options.quality:
         dense = max(dense, min(s.vocab, VOCABULARY_ROWS) * s.hidden)
@@ -413,10 +406,9 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     ]
 
 
-def sampling_bytes(vocab: int) -> int:
-    """Scratch and settings of one row: the masses of all tokens, the short list, a mask."""
-    chunks = -(-vocab // 1024)
-    return 8 * vocab + 16 * _SHORT_LIST + 4 * 512 + 4 + 32 * chunks + 4 * -(-vocab // 32)
+def piece_ring(tokens: int, window: int) -> int:
+    """Rows of the ring that holds the windows of a long piece."""
+    return max(PIECE_RING, 1 << (tokens + window - 2).bit_length())
 
 
 def bucket(sessions: int) -> int:
@@ -465,7 +457,7 @@ def step_bytes(shape: Shape, rows: int, keys: int) -> int:
 
 def _decode(shape: Shape, options: Options) -> list[Item]:
     s, rows = shape, bucket(options.sessions)
-    keys = max(PAGE_ROWS, _paged(options.context, s.sparse_ratio)) if s.sparse_ratio in s.ratios else 1
+    keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 1
     # Short pieces of a prompt go through steps of every size, however few sessions there are.
     every, scratch = sum(BUCKETS), sum(step_bytes(s, b, keys) for b in BUCKETS)
     ring = (BUCKETS[-1] + s.window) * row_bytes(s)
@@ -477,7 +469,6 @@ def _decode(shape: Shape, options: Options) -> list[Item]:
     part = "decode and the runtime"
     return [
         Item(part, "logits", every * 4 * s.vocab, f"{every} rows x {s.vocab:,}, of steps of all sizes"),
-        Item(part, "sampling", rows * sampling_bytes(s.vocab)),
         Item(part, "activations of steps", scratch + ring, f"of 1 to {BUCKETS[-1]} rows"),
         Item(part, "index scores", 4 * BUCKETS[-1] * keys, f"{BUCKETS[-1]} rows x {keys:,} keys"),
         Item(part, "CUDA graphs", nodes * _NODE, f"estimate: steps of {steps} rows, {nodes:,} kernels"),

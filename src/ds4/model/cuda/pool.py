@@ -8,9 +8,8 @@ two through `export` and `import_state`. Here
   * compressed rows stand in **pages** of 64, one page for all layers of a ratio: a record with the planes of one layer
     behind those of another, so that sharing, copying and moving a page is one copy. A sequence's pages of a ratio are a
     row of a page table, int32 [slots, pages];
-  * a pool grows by **segments**, each an allocation of its own. A page's number is its distance from the first
-    segment's start, counted in pages, and segments start at whole numbers: kernels need one address and one stride, and
-    captured graphs stay valid. Numbers may be negative.
+  * a pool is one allocation with all the pages that it may ever have: kernels need one address and one stride, captured
+    graphs stay valid, and a sequence that was planned never finds the device's memory taken by something else.
 
 Only packed rows (`qat_sim`) are held. The planes are those of `ds4.model.cache`, with the exponents of a row padded to
 head_dim / 64 bytes. Plain torch on any device; nothing here waits for it but `checkpoint`, `export` and `import_state`,
@@ -71,8 +70,7 @@ class PagePool:
     Args:
         layers: their numbers.
         kinds: the planes of each kind of rows that a layer has.
-        segment: pages that are allocated at once.
-        limit: pages that there may be, None for as many as memory holds.
+        pages: how many there are; their memory is taken here.
     """
 
     def __init__(
@@ -80,11 +78,9 @@ class PagePool:
         layers: Sequence[int],
         kinds: Mapping[str, tuple[PlaneSpec, ...]],
         device: torch.device | str,
-        segment: int = 64,
-        limit: int | None = None,
+        pages: int,
     ) -> None:
-        self.device, self.limit = torch.device(device), limit
-        self._segment_pages = segment
+        self.device = torch.device(device)
         self._offsets: dict[tuple[int, str], tuple[tuple[int, PlaneSpec], ...]] = {}
         size = 0
         for layer in layers:
@@ -96,41 +92,17 @@ class PagePool:
                 self._offsets[layer, kind] = tuple(parts)
         self.page_bytes = size
         """Bytes of one page over all layers."""
-        self._segments: list[Tensor] = []  # uint8 [pages, page_bytes]
-        self._starts: list[int] = []  # number of each segment's first page
-        self._references: dict[int, int] = {}
-        self._free: list[int] = []
-        self._grow()
-
-    def _grow(self) -> None:
-        count = self._segment_pages
-        if self.limit is not None:
-            count = min(count, self.limit - len(self._references))
-        if count <= 0:
-            raise Ds4Error(
-                f"the KV pool is full: all {self.limit} pages of {PAGE_ROWS} rows are in use; "
-                "release a session or start with room for more tokens"
-            )
-        # One page more than needed leaves room to start a whole number of pages from the first segment.
-        raw = torch.zeros(
-            (count + (1 if self._segments else 0)) * self.page_bytes, dtype=torch.uint8, device=self.device
-        )
-        origin = self._segments[0].data_ptr() if self._segments else raw.data_ptr()
-        skip = (origin - raw.data_ptr()) % self.page_bytes
-        segment = raw[skip : skip + count * self.page_bytes].view(count, self.page_bytes)
-        start = (segment.data_ptr() - origin) // self.page_bytes
-        if not -(2**31) <= start <= 2**31 - count:
-            raise Ds4Error("the KV pool cannot grow: the new memory lies too far from the old")
-        self._segments.append(segment)
-        self._starts.append(start)
-        pages = range(start, start + count)
-        self._references.update(dict.fromkeys(pages, 0))
-        self._free += reversed(pages)
+        self._records = torch.zeros((pages, size), dtype=torch.uint8, device=self.device)
+        self._references = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
 
     def allocate(self) -> int:
-        """A page of its own. Raises Ds4Error if the limit is reached."""
+        """A page of its own. Raises Ds4Error if there is none left."""
         if not self._free:
-            self._grow()
+            raise Ds4Error(
+                f"the KV pool is full: all {len(self._references)} pages of {PAGE_ROWS} rows are in use; "
+                "release a session or start with room for more tokens"
+            )
         page = self._free.pop()
         self._references[page] = 1
         return page
@@ -152,7 +124,7 @@ class PagePool:
         if self._references[page] == 1:
             return page
         copy = self.allocate()
-        self._record(copy).copy_(self._record(page))
+        self._records[copy] = self._records[page]
         self.release([page])
         return copy
 
@@ -164,53 +136,28 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
-        return sum(segment.untyped_storage().nbytes() for segment in self._segments)
+        return self._records.numel()
 
     def planes(self, layer: int, kind: str) -> Planes:
-        """The planes of one layer for kernels, [pages of the first segment, 64, width] each.
-
-        Any page number of this pool is a valid first index for a kernel, also outside these bounds.
-        """
-        first, result = self._segments[0], []
+        """The planes of one layer for kernels, [pages, 64, width] each; they share the pool's memory."""
+        result = []
         for offset, spec in self._offsets[layer, kind]:
             size = spec.dtype.itemsize
-            whole = first.flatten().view(spec.dtype)
-            stride = (self.page_bytes // size, spec.width, 1)
-            start = whole.storage_offset() + offset // size
-            result.append(whole.as_strided((first.shape[0], PAGE_ROWS, spec.width), stride, start))
+            whole = self._records.flatten().view(spec.dtype)
+            shape = (self._records.shape[0], PAGE_ROWS, spec.width)
+            result.append(whole.as_strided(shape, (self.page_bytes // size, spec.width, 1), offset // size))
         return tuple(result)
-
-    def _find(self, page: int) -> tuple[int, int]:
-        """Segment of a page, and its place there."""
-        for i, (start, segment) in enumerate(zip(self._starts, self._segments, strict=True)):
-            if start <= page < start + segment.shape[0]:
-                return i, page - start
-        raise KeyError(page)
-
-    def _record(self, page: int) -> Tensor:
-        segment, place = self._find(page)
-        return self._segments[segment][place]
-
-    def _by_segment(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each segment that holds some of the pages: its records, their places there and in `pages`."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for i, page in enumerate(pages):
-            segment, place = self._find(page)
-            found.setdefault(segment, []).append((place, i))
-        return [(self._segments[s], *torch.tensor(at).t().contiguous().to(self.device)) for s, at in found.items()]
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Records of pages, uint8 [pages, page_bytes] on the host."""
-        out = torch.empty((len(pages), self.page_bytes), dtype=torch.uint8, device=self.device)
-        for records, places, order in self._by_segment(pages):
-            out[order] = records[places]
-        return out.cpu()
+        return self._records[self._index(pages)].cpu()
 
     def write(self, pages: Sequence[int], records: Tensor) -> None:
         """Store records, uint8 [pages, page_bytes]."""
-        records = records.to(self.device)
-        for segment, places, order in self._by_segment(pages):
-            segment[places] = records[order]
+        self._records[self._index(pages)] = records.to(self.device)
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64).to(self.device)
 
     def region(self, records: Tensor, layer: int, kind: str) -> list[tuple[Tensor, PlaneSpec]]:
         """The planes of one layer in records, uint8 [pages, 64, bytes] each, as views."""
@@ -241,8 +188,7 @@ class DeviceCache:
     Args:
         slots: sequences that can exist at once.
         context: tokens that a sequence may have, which is what the page tables are made for.
-        segment: pages by which a pool grows.
-        limits: ratio -> pages that its pool may have; all that memory holds where a ratio is missing.
+        limits: ratio -> pages of its pool; all that the slots can fill where a ratio is missing.
         layers: a slice of the model's.
     """
 
@@ -252,7 +198,6 @@ class DeviceCache:
         device: torch.device | str,
         slots: int,
         context: int,
-        segment: int = 64,
         limits: Mapping[int, int] | None = None,
         layers: range | None = None,
     ) -> None:
@@ -272,8 +217,8 @@ class DeviceCache:
             layers_of = [i for i in self.layers if shape.ratios[i] == ratio]
             self._place.update((layer, i) for i, layer in enumerate(layers_of))
             kinds = {kind: plane_specs(shape, kind) for kind in self.kinds(layers_of[0])}
-            self.pools[ratio] = PagePool(layers_of, kinds, device, segment, (limits or {}).get(ratio))
             pages = max(1, -(-(context // ratio) // PAGE_ROWS))
+            self.pools[ratio] = PagePool(layers_of, kinds, device, (limits or {}).get(ratio, slots * pages))
             self.tables[ratio] = torch.zeros((slots, pages), dtype=torch.int32, device=device)
             coff = 2 if shape.has_indexer(layers_of[0]) else 1
             for kind, width in self.kinds(layers_of[0]).items():

@@ -35,8 +35,7 @@ class RunnerConfig:
         experts_at_once: experts that a long piece decodes at once.
         layout: of IQ2_XXS experts.
         graphs: capture decode steps; None: where the device is a CUDA one.
-        segment: pages by which the KV pools grow.
-        limits: ratio -> most pages of its pool.
+        limits: ratio -> pages of its pool, taken at the start; all that the slots can fill where one is missing.
         quality: every step in float32, one sequence after the other, as far as the weights allow; slow.
     """
 
@@ -47,7 +46,6 @@ class RunnerConfig:
     experts_at_once: int = 64
     layout: Iq2Layout = "b"
     graphs: bool | None = None
-    segment: int = 64
     limits: Mapping[int, int] | None = None
     quality: bool = False
 
@@ -64,7 +62,7 @@ class CudaRunner:
         shape, device = weights.shape, weights.device
         context = min(config.context or shape.context, shape.context)
         self.shape = replace(shape, context=context)
-        cache = DeviceCache(shape, device, config.slots, context, config.segment, config.limits)
+        cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = DeviceModel(weights, cache)
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
