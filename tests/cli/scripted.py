@@ -82,6 +82,8 @@ class ScriptedRunner:
     def new_state(self) -> ScriptedState:
         return ScriptedState()
 
+    def warm_up(self, progress: Any = None) -> None: ...
+
     def evaluate(self, batch: Any, wanted: Any, taps: Any, edits: Any) -> list[torch.Tensor | None]:
         results: list[torch.Tensor | None] = []
         for (state, ids), want in zip(batch, wanted, strict=True):

@@ -29,12 +29,12 @@ def test_without_flags_everything_is_the_default() -> None:
 def test_every_flag_arrives() -> None:
     argv = (
         "-m a.gguf -c 100 -n 5 -t 2 --prefill-chunk 64 --temp 0.5 --top-p 0.9 --min-p 0 --top-k 40 --seed 7 --nothink"
-        " -sys Hi -p Ask --template ds4 --hide-thinking --quality --dump-logprobs out --logprobs-top-k 3"
+        " -sys Hi -p Ask --template ds4 --hide-thinking --quality --no-warmup --dump-logprobs out --logprobs-top-k 3"
     )
     assert parse(argv.split()) == Options(
         model="a.gguf", context=100, max_tokens=5, threads=2, prefill_chunk=64, temperature=0.5, top_p=0.9, min_p=0.0,
         top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True, quality=True,
-        dump_logprobs="out", logprobs_top_k=3,
+        warmup=False, dump_logprobs="out", logprobs_top_k=3,
     )  # fmt: skip
     bench = (
         "--bench --ctx-start 8 --ctx-max 32 --step-mul 1 --step-incr 8 --gen-tokens 0 --repeats 2 --no-first-token"

@@ -29,14 +29,15 @@ def test_every_flag_reaches_the_configuration() -> None:
         " --effort-profile 0731 --think-default off --cors --trace t --scripted s --scripted-kv-bytes-per-token 3"
         " --max-queue 4 --max-sessions 2 --no-safe-client-text --no-think-recovery --disable-exact-dsml-tool-replay"
         " --tool-memory-max-ids 9 --chdir /tmp --device cuda:1 --raw-completions --api-key one --api-key=-two"
-        " --quality --api-key-file keys --request-timeout 1.5 --step-timeout 2"
+        " --quality --no-warmup --api-key-file keys --request-timeout 1.5 --step-timeout 2"
     )
     config = parse_args(flags.split())
     assert config == ServerConfig(
-        model=Path("m.gguf"), host="0.0.0.0", port=1, device="cuda:1", quality=True, ctx=100, max_tokens=7, threads=2,
-        prefill_chunk=32, checkpoint_mb=5, template="ds4", effort_profile="0731", think_default=False, cors=True,
-        trace=Path("t"), scripted=Path("s"), scripted_kv_bytes=3, max_queue=4, max_sessions=2, safe_client_text=False,
-        think_recovery=False, replay=False, tool_memory_max_ids=9, chdir=Path("/tmp"), raw_completions=True,
+        model=Path("m.gguf"), host="0.0.0.0", port=1, device="cuda:1", quality=True, warmup=False, ctx=100,
+        max_tokens=7, threads=2, prefill_chunk=32, checkpoint_mb=5, template="ds4", effort_profile="0731",
+        think_default=False, cors=True, trace=Path("t"), scripted=Path("s"), scripted_kv_bytes=3, max_queue=4,
+        max_sessions=2, safe_client_text=False, think_recovery=False, replay=False, tool_memory_max_ids=9,
+        chdir=Path("/tmp"), raw_completions=True,
         api_keys=("one", "-two"), api_key_file=Path("keys"), request_timeout=1.5, step_timeout=2.0,
     )  # fmt: skip
 

@@ -260,6 +260,9 @@ def load_engine(options: Options) -> Engine:
     )
     with Bar("loading the model", sys.stderr, transfer=True) as bar:
         engine = load(options.model, options.device, config=config, progress=bar)
+    if options.warmup:
+        with Bar("compiling kernels, kept for the next start", sys.stderr) as bar:
+            engine.warm_up(bar)
     if options.context is not None and engine.context < options.context:
         complain(
             f"the model allows a context of {engine.context} tokens, so --ctx {options.context} is lowered to that"

@@ -70,6 +70,7 @@ class Options:
     device: str = "auto"
     sessions: int | None = None
     quality: bool = False
+    warmup: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.05
@@ -126,6 +127,7 @@ def parse(argv: Sequence[str]) -> Options:
         device=args.device,
         sessions=args.sessions,
         quality=args.quality,
+        warmup=not args.no_warmup,
         temperature=args.temp,
         top_p=args.top_p,
         min_p=args.min_p,
@@ -295,6 +297,7 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", _whole(1))
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     _flag(group, "--quality", quality)
+    _flag(group, "--no-warmup", "on a CUDA device compile kernels when they are first needed, not at the start")
     group.add_argument("--version", action=_Version, nargs=0, help="print the version")
     topics = f"this text, or one part: {', '.join(TOPICS)}"
     group.add_argument("-h", "--help", metavar="TOPIC", action=_Help, nargs="?", help=topics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -119,6 +119,10 @@ class Runner(Protocol):
         """A runner of the same model that shares nothing with this one that a step writes to."""
         ...
 
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Do once what the first steps would else wait for; `progress` is called with (done, in all), if at all."""
+        ...
+
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
     ) -> list[Tensor | None]:
@@ -140,6 +144,9 @@ class ModelRunner:
     def renew(self) -> ModelRunner:
         """See `Runner`: the weights are shared, the pages of the rows are not."""
         return ModelRunner(DeepseekV4(self.model.weights, self.model.qat_sim, self.model.index_selection))
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing: the first step is as fast as the others."""
 
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
@@ -233,6 +240,17 @@ class Engine:
     def renew(self) -> Engine:
         """An engine over the same weights for when a step of this one is stuck: nothing it writes to is shared."""
         return Engine(self.runner.renew(), self._tokenizer, self.config, self._tensors)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """On a CUDA device, compile the kernels that serving needs and capture decode steps; on the CPU nothing.
+
+        Without it the first prompts and tokens wait for that: half a minute, or seconds where triton's cache
+        (`~/.triton/cache`) has the compiled kernels of an earlier start. Call it before the first session.
+
+        Args:
+            progress: called with (steps done, steps in all).
+        """
+        self.runner.warm_up(progress)
 
     def session(self) -> Session:
         """A new, empty session."""

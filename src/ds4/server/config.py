@@ -60,6 +60,7 @@ class ServerConfig:
         prefill_chunk: most prompt tokens evaluated in one step (128 while answers are running); None: the engine's
             default.
         quality: compute in float32 on a CUDA device (see `ds4.engine.EngineConfig`).
+        warmup: compile the kernels of a CUDA device before the first request.
         checkpoint_mb: MiB that the ways back into earlier positions may hold.
         template: chat template, `official` or `ds4`.
         effort_profile: `preview` or `0731`: what effort names mean.
@@ -96,6 +97,7 @@ class ServerConfig:
     threads: int | None = None
     prefill_chunk: int | None = None
     quality: bool = False
+    warmup: bool = True
     checkpoint_mb: int = 1024
     template: str = "official"
     effort_profile: str = "preview"
@@ -240,6 +242,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     model.add_argument("--quality", action="store_true", help=quality)
+    cold = "on a CUDA device compile kernels when they are first needed, not at the start"
+    model.add_argument("--no-warmup", action="store_true", help=cold)
     model.add_argument("--checkpoint-mb", type=int, metavar="N", help="MiB for ways back into a conversation (1024)")
     model.add_argument("--max-sessions", type=int, metavar="N", help="conversations kept live (8)")
 
@@ -319,6 +323,8 @@ def parse_args(argv: Sequence[str], key: str | None = None) -> ServerConfig:
     options = vars(parser.parse_args(argv))
     if "think_default" in options:
         options["think_default"] = options["think_default"] == "on"
+    if options.pop("no_warmup", False):
+        options["warmup"] = False
     if options.pop("no_think_recovery", False):
         options["think_recovery"] = False
     if options.pop("disable_exact_dsml_tool_replay", False):

@@ -326,6 +326,9 @@ class ScriptedRunner:
         """See `ds4.engine.engine.Runner`; all that a step writes to is in its states."""
         return self
 
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing to do before the first step."""
+
     def close(self) -> None:
         """End all waiting, also that of a step that hangs."""
         self._closed.set()

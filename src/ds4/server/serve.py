@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import FrameType
 
 import uvicorn
 
-from ds4.engine import EngineConfig
+from ds4.engine import Engine, EngineConfig
 from ds4.engine.loading import load
 from ds4.errors import Ds4Error
 from ds4.gguf.file import embedded_model_path, open_model
@@ -114,12 +115,14 @@ def load_backend(config: ServerConfig) -> Backend:
     )
     if config.scripted is not None:
         return _scripted(config, config.scripted, engine_config)
-    with load_progress() as progress:
+    with progress_bar("loading the model") as progress:
         engine = load(config.model, config.device, config=engine_config, progress=progress)
     if not engine.has_tokenizer:
         raise Ds4Error(f"the model {config.model} has no tokenizer, so text cannot be served; use a complete file")
     if engine.context < config.ctx:
         log.warning("the model's context of %d tokens is smaller than --ctx %d", engine.context, config.ctx)
+    if config.warmup:
+        warm_up(engine)
     return Backend(engine, model_id(engine.shape.name))
 
 
@@ -130,18 +133,38 @@ def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -
     return scripted_backend(lines, tokenizer, engine_config, config.scripted_kv_bytes, model_id(file.shape.name))
 
 
+def warm_up(engine: Engine) -> None:
+    """Compile what serving needs, which the first requests would else wait for, and say so if there is any."""
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        shown: list[Callable[[int, int], None] | None] = []
+
+        def progress(done: int, total: int) -> None:
+            if not shown:
+                log.info("compiling kernels; they are kept for the next start")
+                shown.append(stack.enter_context(progress_bar("compiling kernels", transfer=False)))
+            if shown[0] is not None:
+                shown[0](done, total)
+
+        engine.warm_up(progress)
+    if shown:
+        log.info("kernels are ready after %.1f s", time.monotonic() - began)
+
+
 @contextlib.contextmanager
-def load_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for bytes read, if someone looks at the terminal; else None."""
+def progress_bar(title: str, transfer: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for bytes (`transfer`) or steps, if someone looks at the terminal; else None."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("loading the model"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("load")
+    amount = DownloadColumn() if transfer else MofNCompleteColumn()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn(), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -23,7 +23,7 @@ from ds4.model.cuda.forward import (
     route,
     split_side,
 )
-from ds4.model.cuda.plan import PAGE_ROWS, VOCABULARY_ROWS
+from ds4.model.cuda.plan import PAGE_ROWS, VOCABULARY_ROWS, piece_ring
 from ds4.model.cuda.weights import DeviceLayer
 from ds4.ops.kernels.attention import attention, prepare_queries
 from ds4.ops.kernels.compress import store_chunk
@@ -37,7 +37,7 @@ from ds4.ops.kernels.experts_prefill import (
 from ds4.ops.kernels.gemv import COARSE, FINE, gemv
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Update, hc_collapse, hc_post, hc_pre, partial_floats
-from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
+from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch, select_sizes
 from ds4.ops.kernels.norm import rms_norm
 from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
@@ -99,6 +99,20 @@ def _exact_products(device: torch.device) -> Iterator[None]:
         settings.fp32_precision = before
 
 
+def compile_selection(model: DeviceModel) -> None:
+    """Compile the choice of compressed rows for all lengths of a sequence; see `select_sizes`."""
+    s = model.shape
+    if s.sparse_ratio not in s.ratios:
+        return
+    chosen = torch.empty((1, s.index_top_k), dtype=torch.int32, device=model.device)
+    for keys in select_sizes(model.cache.context // s.sparse_ratio, s.index_top_k):
+        padded = -(-keys // PAGE_ROWS) * PAGE_ROWS
+        positions = torch.full((1,), keys * s.sparse_ratio - 1, dtype=torch.int32, device=model.device)
+        scores = torch.zeros((1, padded), device=model.device)
+        scratch = select_scratch(1, padded, s.index_top_k, model.device)
+        select_rows(scores, positions, s.sparse_ratio, s.index_top_k, chosen, scratch)
+
+
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """x @ weight^T, summed in float32; out in the dtype of x, or float32."""
     if out.dtype == x.dtype:
@@ -139,7 +153,7 @@ class _Chunk:
         self.turns = self.take(model.turns.kinds, t, 2, s.rope_dim // 2)
         self.coefficients = self.take(t, COEFFICIENTS)
         self.partials = self.take(partial_floats(t, s.hidden))
-        self.ring = RowPlanes.allocate(1, t + s.window - 1, head_dim=s.head_dim, device=self.device)
+        self.ring = RowPlanes.allocate(1, piece_ring(t, s.window), head_dim=s.head_dim, device=self.device)
 
     def take(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)

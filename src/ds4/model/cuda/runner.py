@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from ds4.errors import Ds4Error
 from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
+from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
-from ds4.model.cuda.prefill import prefill
+from ds4.model.cuda.prefill import compile_selection, prefill
 from ds4.model.cuda.weights import DeviceWeights, RawSource
 from ds4.ops.kernels.planes import Iq2Layout
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from ds4.model.deepseek_v4 import Edits, Taps
 
 Wanted = Literal["last", "all", "none"]
+
+_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 1024, 2048, 4096, 8192)
+"""Lengths of pieces, one for each way in which some kernel is cut by it; the chunk comes to them."""
 
 
 @dataclass(frozen=True)
@@ -173,19 +178,64 @@ class CudaRunner:
             self._graphs[buffers.rows] = graph
         return graph
 
-    def capture(self, rows: int) -> None:
-        """Compile and capture the steps of up to so many rows now, not when they are first needed.
+    # -- before the first request ------------------------------------------------------------------------------------
 
-        With `RunnerConfig.quality` there are none.
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and capture all that serving needs now, not when it is first used; see `ds4.engine.engine.Runner`.
+
+        Pieces are evaluated whose lengths between them need every kernel, and the scratch of the longest is taken
+        once. Needs a free slot; what it stores there means nothing to later sequences.
         """
-        if self.config.quality:
-            return
-        with _on(self.model.device):
-            while rows > 0:
-                buffers = self.model.buffers(rows)
-                if self._capture:
-                    self._graph(buffers)
-                rows = buffers.rows // 2
+        work = self._warm_up()
+        for done, run in enumerate(work):
+            if progress is not None:
+                progress(done, len(work))
+            with _on(self.model.device):
+                run()
+        if progress is not None:
+            progress(len(work), len(work))
+
+    def _warm_up(self) -> list[Callable[[], object]]:
+        c, context, work = self.config, self.shape.context, []
+        if not c.quality:
+            work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
+            work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
+        lengths = {length for length in (*_LENGTHS, c.chunk) if length <= min(c.chunk, context)}
+        if not c.quality:
+            lengths = {length for length in lengths if length > c.short}
+        s = self.shape
+        chosen_from = (s.index_top_k + 1) * s.sparse_ratio if s.sparse_ratio in s.ratios else 0
+        # The longest first, so that the scratch of the others is cut out of what it leaves.
+        for length in sorted(lengths, reverse=True):
+            work.append(partial(self._warm_piece, max(0, min(chosen_from, context - length)), length))
+        if lengths:  # without a choice of rows
+            work.append(partial(self._warm_piece, 0, min(lengths)))
+        return [*work, partial(compile_selection, self.model)]
+
+    @torch.no_grad()
+    def _warm_step(self, rows: int) -> None:
+        buffers = self.model.buffers(rows)
+        if self._capture:
+            self._graph(buffers)
+        else:
+            _fill(buffers, [])
+            self.model.decode(buffers)
+
+    @torch.no_grad()
+    def _warm_short(self, rows: int) -> None:
+        buffers = self.model.buffers(rows)
+        _fill(buffers, [])
+        self.model.short_chunk(buffers)
+
+    @torch.no_grad()
+    def _warm_piece(self, start: int, tokens: int) -> None:
+        state = self.new_state()
+        try:
+            state.prepare(start + tokens)
+            state.advance(start)
+            self._long(state, [0] * tokens, [tokens - 1])
+        finally:
+            state.release()
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ def store_token(
     _keep(k, z, ape, frontier, position, RING, RATIO, W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _chunk_kernel(
     positions, slots, tables, tables_stride, turn, eps, rows,
     k, z, stride, ape, norm, frontier, frontier_stride,
@@ -204,7 +204,7 @@ def _chunk_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _keep_kernel(
     positions, slots, rows, k, z, stride, ape, frontier, frontier_stride,
     RING: tl.constexpr, RATIO: tl.constexpr, W: tl.constexpr,

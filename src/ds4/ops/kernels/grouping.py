@@ -86,7 +86,7 @@ def _store_tables(counts, offsets, used, tiles, E: tl.constexpr, EP: tl.constexp
     tl.store(tiles, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _small_kernel(
     chosen, order, offsets, used, tiles, P,
     PP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
@@ -104,7 +104,7 @@ def _small_kernel(
         tl.store(order + tl.sum((before & (q[None, :] < P)).to(tl.int32), 1), mine, mask=mine < P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _count_kernel(chosen, scratch, P, BLOCK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
     block = tl.program_id(0)
     counts = tl.histogram(_keys(chosen, block * BLOCK + tl.arange(0, BLOCK), P, E), EP)
@@ -112,7 +112,7 @@ def _count_kernel(chosen, scratch, P, BLOCK: tl.constexpr, E: tl.constexpr, EP: 
     tl.store(scratch + block * E + e, counts, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _offset_kernel(
     scratch, offsets, used, tiles, blocks,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -130,7 +130,7 @@ def _offset_kernel(
     _store_tables(total, offsets, used, tiles, E, EP, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _scatter_kernel(chosen, scratch, offsets, order, P, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, E: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     i = tl.arange(0, BLOCK)

@@ -29,7 +29,7 @@ FEW_ROWS = 8
 _WIDTH = 32  # floats of one program's sums; the last is the sum of squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _stream_kernel(
     streams, target, index, y, y_row, y_part, extra, extra_row, coefficients, fn, partials, rows,
     D: tl.constexpr, POST: tl.constexpr, PARTS: tl.constexpr, EXTRA: tl.constexpr, INDEX: tl.constexpr,
@@ -172,7 +172,7 @@ def _coefficients_of_rows(
     tl.store(target + 8 + j[None, :], tl.reshape(c, [LR, 16]), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish_kernel(
     streams, index, partials, scale, base, weight, coefficients, normed, normed_row,
     scales, words, lanes, sums, rows, rms_eps, hc_eps,

@@ -165,7 +165,7 @@ def _scores_kernel(
             tl.store(out + row * out_stride + n, score, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _chunk_scores_kernel(
     q, weights, weights_stride, weight_scale, positions, slots, tables, tables_stride,
     codes, scales, codes_stride, scales_stride, out, out_stride, rows,
@@ -362,6 +362,17 @@ def select_scratch(rows: int, most: int, top: int, device: torch.device | str) -
         return None
     size = (rows, triton.cdiv(most, SELECT_BLOCK), top)
     return torch.empty(size, dtype=torch.int32, device=device), torch.empty(size, dtype=torch.int32, device=device)
+
+
+def select_sizes(most: int, top: int) -> list[int]:
+    """Numbers of keys up to `most` with which `select_rows` compiles all that it needs for any number up to it."""
+    found: dict[tuple[int, int, bool], int] = {}
+    for keys in [*range(top + 1, min(most, SELECT_BLOCK) + 1), *range(SELECT_BLOCK + 1, most + 1, SELECT_BLOCK)]:
+        blocks = triton.cdiv(keys, SELECT_BLOCK)
+        size = keys if blocks == 1 else blocks * top
+        # Triton compiles a number of blocks that 16 divides by itself.
+        found.setdefault((min(blocks, 2), triton.next_power_of_2(size), blocks % 16 == 0), keys)
+    return list(found.values())
 
 
 def select_rows(

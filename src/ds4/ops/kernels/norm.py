@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x, x_row, weight, eps, out, out_row, rows,
     K: tl.constexpr, KB: tl.constexpr, BM: tl.constexpr, WEIGHT: tl.constexpr,

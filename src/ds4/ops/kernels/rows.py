@@ -289,7 +289,7 @@ def store_window_row(
             write_row(even, odd, codes_to, tail_to, scales_to, HD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _window_kernel(
     kv, kv_stride, weight, eps, table, positions, slots, rows,
     codes, tail, scales, codes_stride, tail_stride, scales_stride,
@@ -345,7 +345,7 @@ def _before_kernel(
         tl.store(s_scales + to * (HD // 64) + c, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rope_kernel(positions, frequencies, back, out, rows, HALF: tl.constexpr):
     row, kind = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HALF)
