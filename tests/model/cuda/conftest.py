@@ -1,9 +1,12 @@
 """Kernels run in Triton's interpreter where there is no GPU; it has to be chosen before triton is first imported."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
+
+from ds4 import ops
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -15,30 +18,70 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+_WHOLES = ("test_forward", "test_engine", "test_quality")
+_AS_THEY_ARE = ("test_a_step_only_launches", "test_buffers_of_a_step_are_as_planned")
+_REAL_EXPERTS = "test_the_first_token"
+
+
 @pytest.fixture(autouse=True)
 def large_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a program of a few rows as for one of many, so it gets few.
 
-    Decoding planes, which has tests of its own, is left to torch.
+    Decoding planes and decode's experts, which have tests of their own, are left to torch; but in one test.
     """
-    wholes = ("test_forward", "test_engine", "test_quality")
-    if torch.cuda.is_available() or not any(name in request.node.nodeid for name in wholes):
+    name = request.node.nodeid
+    if torch.cuda.is_available() or not any(whole in name for whole in _WHOLES) or any(n in name for n in _AS_THEY_ARE):
         return
     from functools import partial
 
     from ds4.model.cuda import forward, prefill
     from ds4.ops.kernels import experts, gemv, planes
 
-    for name in ("gemv", "gemv_both", "gemv_grouped", "gemv_f16"):
-        large = partial(getattr(gemv, name), tile=gemv.Tile(warps=16, steps=1, rows=64))
-        monkeypatch.setattr(forward, name, large)
-        if name == "gemv":
-            monkeypatch.setattr(prefill, name, large)
+    for product in ("gemv", "gemv_both", "gemv_grouped", "gemv_f16"):
+        large = partial(getattr(gemv, product), tile=gemv.Tile(warps=16, steps=1, rows=64))
+        monkeypatch.setattr(forward, product, large)
+        if product == "gemv":
+            monkeypatch.setattr(prefill, product, large)
     monkeypatch.setattr(prefill, "dequantise_q8", lambda p, out: out.copy_(planes.unpack(p)))
 
     def dequantise_experts(p: planes.Planes, out: torch.Tensor, first: int, groups: object) -> None:
         out.copy_(planes.unpack(p, first * p.n, out.shape[0] * p.n).view_as(out))
 
     monkeypatch.setattr(prefill, "dequantise_experts", dequantise_experts)
-    for name in ("gate_up", "down"):
-        monkeypatch.setattr(forward, name, partial(getattr(experts, name), tile=experts.Tile(warps=4)))
+    monkeypatch.setattr(forward, "splits_for", lambda rows, heads: 2)
+    if _REAL_EXPERTS in name:
+        for part in ("gate_up", "down"):
+            monkeypatch.setattr(forward, part, partial(getattr(experts, part), tile=experts.Tile(warps=4)))
+    else:
+        monkeypatch.setattr(forward, "gate_up", gate_up)
+        monkeypatch.setattr(forward, "down", down)
+
+
+def weights_of(p: Any) -> torch.Tensor:
+    """[experts, n, k]."""
+    from ds4.ops.kernels import planes
+
+    return planes.unpack(p).float().view(p.experts, p.n, p.k)
+
+
+def gate_up(x: Any, chosen: torch.Tensor, gate: Any, up: Any, clamp: float, out: torch.Tensor, groups: object) -> None:
+    """`experts.gate_up` in torch."""
+    values, gates, ups = x.dequantise(), weights_of(gate), weights_of(up)
+    for pair, expert in enumerate(chosen.flatten().tolist()):
+        if expert >= 0:
+            row = values[pair // chosen.shape[1]]
+            out[pair] = ops.swiglu(torch.cat((gates[expert] @ row, ups[expert] @ row)), clamp)
+
+
+def down(
+    h: Any, chosen: torch.Tensor, weights: torch.Tensor, p: Any, out: torch.Tensor, groups: object, shared: Any
+) -> None:
+    """`experts.down` in torch."""
+    from ds4.ops.kernels import planes
+
+    values, matrices, top = h.dequantise(), weights_of(p), chosen.shape[1]
+    for pair, expert in enumerate(chosen.flatten().tolist()):
+        if expert >= 0:
+            product = matrices[expert] @ values[pair]
+            out[pair // top, pair % top] = weights[pair // top, pair % top] * product
+    out[:, top] = ops.linear(shared[1].dequantise(), planes.unpack(shared[0]).float())

@@ -28,6 +28,11 @@ SHAPE = Shape(
 )  # fmt: skip
 CONFIG = RunnerConfig(context=512, slots=4, chunk=48, short=8, experts_at_once=3)
 ON_GPU = torch.cuda.is_available()
+ALONE = 7e-2
+"""Of a token behind nothing. Each product alone is exact, but noise of 1e-6 on what the heads give, in the reference,
+moves its logits by 1.9 % in the middle and 6.8 % at most (64 tokens, three draws): codes of bytes and FP8 fall on the
+other side. 4e-4, which attention in 16 bits makes, moves them by 3.3 %. The kernels are at 1.9 % in the interpreter,
+5.4 % at most. Three of 1,152 draws took another expert, and were 36 to 49 % off."""
 IDS = torch.randint(0, SHAPE.vocab, (96,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
@@ -128,8 +133,8 @@ def step(pairs: Sequence[Pair], ids: Sequence[list[int]], wanted: Sequence[Any])
 
 
 def test_the_first_token(weights: DeviceWeights, reference: ModelRunner) -> None:
-    """Before any difference of stored rows or of rounded activations has been passed on."""
-    assert step([Pair(reference, CudaRunner(weights, CONFIG))], [[IDS[0]]], ["last"]).max() < 1.5e-2
+    """Before any difference of stored rows has been passed on; `ALONE` says why even this is not exact."""
+    assert step([Pair(reference, CudaRunner(weights, CONFIG))], [[IDS[0]]], ["last"]).max() < ALONE
 
 
 def test_prefill_decode_fork_and_batch(
@@ -145,13 +150,14 @@ def test_prefill_decode_fork_and_batch(
     monkeypatch.setattr(forward, "GROUP_ROWS", 8)  # one of the buckets below
     runner = CudaRunner(weights, CONFIG)
     pair = Pair(reference, runner)
-    long = step([pair], [IDS[:39]], ["all"])
+    n = 39 if ON_GPU else 25
+    long = step([pair], [IDS[:n]], ["all"])
     assert long.median() < (3e-2 if ON_GPU else 1.5e-2)
     assert (long > 0.1).sum() <= (4 if ON_GPU else 0)
-    parts = [step([pair], [IDS[39:40]], ["last"]), step([pair], [IDS[40:45]], ["all"])]
+    parts = [step([pair], [IDS[n : n + 1]], ["last"]), step([pair], [IDS[n + 1 : n + 6]], ["all"])]
     fork, fresh = pair.fork(), Pair(reference, runner)
     parts.append(step([pair, fork, fresh], [[1], [2], [3]], ["last", "all", "last"]))
-    assert parts[-1][2] < 1.5e-2  # nothing was stored before
+    assert parts[-1][2] < ALONE  # nothing was stored before
     parts.append(step([fork, pair], [[4], [5]], ["last", "none"]))
     errors = torch.cat(parts)
     assert len(errors) == 10
@@ -161,21 +167,21 @@ def test_prefill_decode_fork_and_batch(
 
 def test_sessions(weights: DeviceWeights) -> None:
     """The same chunks from the same state give the same bits, however the state came about."""
-    engine = Engine(CudaRunner(weights, CONFIG), None, EngineConfig(prefill_chunk=20, checkpoint_interval=0))
+    engine = Engine(CudaRunner(weights, CONFIG), None, EngineConfig(prefill_chunk=10, checkpoint_interval=0))
     assert engine.context == CONFIG.context
     session = engine.session()
-    session.sync(IDS[:40])
+    session.sync(IDS[:20])
     first = session.logits
     session.checkpoint()
-    session.sync(IDS[:43])
+    session.sync(IDS[:23])
     second = session.logits
-    assert (session.reused, session.recomputed) == (40, 3)
+    assert (session.reused, session.recomputed) == (20, 3)
     fork = session.fork()
     session.step(1)
-    session.rewind(40)
+    session.rewind(20)
     assert session.recomputed == 0
     assert torch.equal(session.logits, first)
-    session.sync(IDS[:43])
+    session.sync(IDS[:23])
     assert torch.equal(session.logits, second)
     assert torch.equal(session.step(2), fork.step(2))
     other = engine.session()

@@ -158,8 +158,15 @@ def test_shared_expert_in_the_same_launch(grouped, rows, device):
 
 
 def test_whole_experts_against_the_reference(device):
-    """Gate to down with quantised activations in between, against `ops.routed_experts` in float32."""
+    """Gate to down with quantised activations in between, against `ops.routed_experts` in float32.
+
+    Bytes enter twice. They move h by 1.0 % (`test_gate_up`), and the product behind it by another 1.3 %: most channels
+    of h are small beside the largest of their 128, whose steps they are rounded in. Together that is 1.6 to 1.8 % of
+    many outputs; of two rows of 256, by chance, up to 2.6 %.
+    """
     hidden, inner, experts, top, rows, seeds = 256, 256, 4, 2, 2, (1, 2, 3)
+    if ON_GPU:
+        hidden, inner, rows = 4096, 2048, 16
     gate, up, planes = (
         make(type, "b", n, k, experts, seed, device)
         for type, n, k, seed in zip(
@@ -176,10 +183,11 @@ def test_whole_experts_against_the_reference(device):
 
     q, x = activations(rows, hidden, 6, device)
     chosen = choices(rows, top, experts, device)
-    weights = torch.rand(rows, top, device=device)
+    chosen[chosen < 0] = 0
+    weights = torch.rand(rows, top, generator=torch.Generator().manual_seed(7)).to(device)
     h_values, out = torch.empty(rows * top, inner, device=device), torch.empty(rows, top, hidden, device=device)
     h = Quantised.allocate(rows * top, inner, device, words=False, lanes=True, sums=True)
-    wide = Tile(warps=1 if ON_GPU else 16)
+    wide = Tile() if ON_GPU else Tile(warps=16)
     gate_up(q, chosen, gate[0], up[0], 10.0, h_values, tile=wide)
     quantise(h_values, h)
     down(h, chosen, weights, planes[0], out, tile=wide)
