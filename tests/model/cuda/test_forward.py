@@ -55,13 +55,15 @@ class Bytes:
         self.matrix = matrix
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.matrix(quantised(x) if Bytes.on else x)
+        product: torch.Tensor = self.matrix(quantised(x) if Bytes.on else x)
+        return product
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
     units = x.unflatten(-1, (-1, 128))
     scale = units.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    return (torch.floor(units / scale + 0.5) * scale).flatten(-2)
+    rounded: torch.Tensor = torch.floor(units / scale + 0.5) * scale
+    return rounded.flatten(-2)
 
 
 def routed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, source: Any, clamp: float) -> torch.Tensor:
@@ -83,11 +85,13 @@ def reference(source: TensorBytes, monkeypatch: pytest.MonkeyPatch) -> ModelRunn
     for number, layer in weights.layers.items():
         changed: dict[str, Any] = {name: Bytes(getattr(layer, name)) for name in names}
         if layer.indexer is not None:
-            changed["indexer"] = replace(layer.indexer, q_b=Bytes(layer.indexer.q_b))
+            q_b: Any = Bytes(layer.indexer.q_b)
+            changed["indexer"] = replace(layer.indexer, q_b=q_b)
         # Values and gates of the compressors, and the index queries' weights, stay as they are: F16.
         weights.layers[number] = replace(layer, **changed)
     monkeypatch.setattr(ops, "routed_experts", routed)
-    return ModelRunner(DeepseekV4(replace(weights, output=Bytes(weights.output)), qat_sim=True))
+    output: Any = Bytes(weights.output)
+    return ModelRunner(DeepseekV4(replace(weights, output=output), qat_sim=True))
 
 
 def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
@@ -96,14 +100,15 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
     assert b is not None
     assert a.shape == b.shape
     assert a.dtype == torch.float32
-    return torch.atleast_1d((a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)).cpu()
+    errors: torch.Tensor = (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)
+    return errors.reshape(-1).cpu()
 
 
 class Pair:
     """The same sequence in both."""
 
     def __init__(self, here: ModelRunner, there: CudaRunner) -> None:
-        self.runners = (here, there)
+        self.runners: tuple[Any, Any] = (here, there)
         self.states: list[Any] = [runner.new_state() for runner in self.runners]
 
     def fork(self) -> Pair:
@@ -147,20 +152,20 @@ def test_prefill_decode_fork_and_batch(
     2 % from float32 in the middle, and for one or two rows of 39, for which an expert or a compressed row is chosen
     that nearly ties with another, 20 to 35 %. What is stored then differs by as much, so decode after it does too.
     """
-    monkeypatch.setattr(forward, "GROUP_ROWS", 8)  # one of the buckets below
+    n, few, bucket = (39, 5, 8) if ON_GPU else (25, 3, 4)
+    monkeypatch.setattr(forward, "GROUP_ROWS", bucket)  # of the short piece below
     runner = CudaRunner(weights, CONFIG)
     pair = Pair(reference, runner)
-    n = 39 if ON_GPU else 25
     long = step([pair], [IDS[:n]], ["all"])
     assert long.median() < (3e-2 if ON_GPU else 1.5e-2)
     assert (long > 0.1).sum() <= (4 if ON_GPU else 0)
-    parts = [step([pair], [IDS[n : n + 1]], ["last"]), step([pair], [IDS[n + 1 : n + 6]], ["all"])]
+    parts = [step([pair], [IDS[n : n + 1]], ["last"]), step([pair], [IDS[n + 1 : n + 1 + few]], ["all"])]
     fork, fresh = pair.fork(), Pair(reference, runner)
     parts.append(step([pair, fork, fresh], [[1], [2], [3]], ["last", "all", "last"]))
     assert parts[-1][2] < ALONE  # nothing was stored before
     parts.append(step([fork, pair], [[4], [5]], ["last", "none"]))
     errors = torch.cat(parts)
-    assert len(errors) == 10
+    assert len(errors) == 5 + few
     assert errors.median() < (8e-2 if ON_GPU else 4e-2)
     assert errors.max() < (0.35 if ON_GPU else 0.15)  # another choice where two nearly tie
 
@@ -173,15 +178,15 @@ def test_sessions(weights: DeviceWeights) -> None:
     session.sync(IDS[:20])
     first = session.logits
     session.checkpoint()
-    session.sync(IDS[:23])
+    session.sync(IDS[:22])
     second = session.logits
-    assert (session.reused, session.recomputed) == (20, 3)
+    assert (session.reused, session.recomputed) == (20, 2)
     fork = session.fork()
     session.step(1)
     session.rewind(20)
     assert session.recomputed == 0
     assert torch.equal(session.logits, first)
-    session.sync(IDS[:23])
+    session.sync(IDS[:22])
     assert torch.equal(session.logits, second)
     assert torch.equal(session.step(2), fork.step(2))
     other = engine.session()
@@ -189,14 +194,15 @@ def test_sessions(weights: DeviceWeights) -> None:
     assert torch.equal(other.step(3), session.step(3))
     for each in (session, fork, other):
         each.close()
-    assert engine.runner.model.cache.free_slots == CONFIG.slots
+    runner: Any = engine.runner
+    assert runner.model.cache.free_slots == CONFIG.slots
 
 
 class Recorder(TorchDispatchMode):
     """The names of all torch operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from ds4.errors import Ds4Error
-from ds4.gguf.shape import FLASH, PRO
+from ds4.gguf.shape import FLASH, PRO, Shape
 from ds4.model.cache import PAGE_ROWS, Checkpoint, ExportedState, KVCache, SequenceState
 from ds4.model.cuda.pool import DeviceCache, DeviceState, PagePool, plane_specs
 from tests.helpers import SMALL
@@ -17,7 +18,7 @@ from tests.helpers import SMALL
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def device_cache(slots: int = 4, context: int = 4096, device: str = "cpu", **options) -> DeviceCache:
+def device_cache(slots: int = 4, context: int = 4096, device: str = "cpu", **options: Any) -> DeviceCache:
     return DeviceCache(SMALL, device, slots, context, **options)
 
 
@@ -233,7 +234,7 @@ def test_refusals_of_states() -> None:
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(FLASH, 3.6e9), (PRO, 5.2e9)])
-def test_bytes_at_a_million_tokens(shape, expected: float) -> None:
+def test_bytes_at_a_million_tokens(shape: Shape, expected: float) -> None:
     """3.43 GiB of Flash, and the byte that pads a row."""
     total = 0.0
     for ratio in {r for r in shape.ratios if r}:

@@ -192,7 +192,7 @@ def test_whole_experts_against_the_reference(device):
     quantise(h_values, h)
     down(h, chosen, weights, planes[0], out, tile=wide)
     expected = ops.routed_experts(x, chosen.long(), weights, Source(), 10.0)
-    assert error(out.sum(1), expected) < 2e-2
+    assert error(out.sum(1), expected) < (2e-2 if ON_GPU else 3e-2)
 
 
 def test_refusals(device):

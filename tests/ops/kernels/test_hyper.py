@@ -72,8 +72,12 @@ def test_pre(rows, hidden, device):
     assert torch.isfinite(coefficients).all()
 
 
-@pytest.mark.parametrize(("parts", "extra"), [(None, False), (6, True), (7, False)])
-@pytest.mark.parametrize("rows", ROWS)
+FORMS = [(None, False), (6, True), (7, False)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "extra"), [(r, *form) for r in ROWS for form in FORMS if ON_GPU or r < 70 or form[1]]
+)
 def test_update_and_pre(rows, parts, extra, device):
     hidden = HIDDEN[-1]
     old, w = randn(rows, 4, hidden, seed=9).to(device), weights(hidden, 24, device)
