@@ -5,8 +5,9 @@
 
 Each line of such a file is one comparison of a test: its error (norm of the difference over the norm of the reference)
 and the bar it has to be below. A row of the table is one test and one bar: the worst error in Triton's interpreter and
-on a GPU, over all shapes, batches and formats. Which of the two a line is from stands in it, so the order of the files
-does not matter. Exit status 1 if an error is not below its bar.
+on a GPU, over all shapes, batches and formats. With --short a row is all tests of a kernel whose bars are up to 1e-4
+(float32), up to 5e-3 (16 bits), or above (bytes). Which of the two a line is from stands in it, so the order of the
+files does not matter. Exit status 1 if an error is not below its bar.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def read(lines: Iterable[str]) -> dict[Key, dict[bool, list[float]]]:
     return dict(found)
 
 
+def shorten(found: dict[Key, dict[bool, list[float]]]) -> dict[Key, dict[bool, list[float]]]:
+    """The same by kernel and kind of bar, under the largest bar of each."""
+    kinds = ((1e-4, "float32"), (5e-3, "16 bits"), (math.inf, "bytes"))
+    of_bar = {bar: next(kind for kind in kinds if bar <= kind[0]) for _, _, bar in found}
+    bars: dict[tuple[str, str], float] = defaultdict(float)
+    for kernel, _, bar in found:
+        name = of_bar[bar][1]
+        bars[kernel, name] = max(bars[kernel, name], bar)
+    short: dict[Key, dict[bool, list[float]]] = defaultdict(lambda: {False: [], True: []})
+    for (kernel, _, bar), errors in found.items():
+        name = of_bar[bar][1]
+        for gpu in (False, True):
+            short[kernel, name, bars[kernel, name]][gpu] += errors[gpu]
+    return dict(short)
+
+
 def worst(errors: list[float]) -> float:
     """The largest, NaN if any is that."""
     return math.nan if any(math.isnan(e) for e in errors) else max(errors)
@@ -61,9 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table; 0 if all errors are below their bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    lines = [line for path in parser.parse_args(argv).files for line in path.read_text(encoding="utf-8").splitlines()]
-    rows, ok = table(read(lines))
-    print("\n".join(rows))
+    parser.add_argument("--short", action="store_true", help="a row for each kernel and kind of bar")
+    options = parser.parse_args(argv)
+    found = read(line for path in options.files for line in path.read_text(encoding="utf-8").splitlines())
+    rows, ok = table(found)
+    print("\n".join(table(shorten(found))[0] if options.short else rows))
     return 0 if ok else 1
 
 

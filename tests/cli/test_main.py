@@ -224,6 +224,15 @@ def test_small_models_use_one_thread_unless_told(model_file: Path) -> None:
         torch.set_num_threads(before)
 
 
+def test_kernels_are_compiled_at_the_start_unless_told(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr("ds4.engine.Engine.warm_up", lambda engine, progress: compiled.append(progress))
+    load_engine(Options(model=str(model_file), warmup=False))
+    assert not compiled
+    load_engine(Options(model=str(model_file)))
+    assert len(compiled) == 1
+
+
 def test_the_installed_command_answers(model_file: Path) -> None:
     command = [str(Path(sys.executable).with_name("ds4")), "-m", str(model_file), "-n", "4", "--seed", "1", "-p", "Hi"]
     first, second = (subprocess.run(command, capture_output=True, timeout=200) for _ in range(2))

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from server_harness import line, scripted, tiny_tensors, tokenizer_metadata
 
+from ds4.engine import Engine
 from ds4.errors import Ds4Error
 from ds4.gguf.writer import save
 from ds4.server.config import ServerConfig, parse_args
@@ -299,6 +300,31 @@ def test_a_terminal_sees_a_bar_while_the_model_loads(
     backend = load_backend(ServerConfig(model=model))
     assert backend.name == "ds4-custom"
     assert "loading the model" in capsys.readouterr().err
+
+
+def test_kernels_are_compiled_before_the_first_request_and_that_is_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ds4.server")
+
+    def compile_two(self: Engine, progress: Any) -> None:
+        for done in range(3):
+            progress(done, 2)
+
+    load_backend(ServerConfig(model=model))
+    assert "kernels" not in caplog.text  # there are none on the CPU
+    monkeypatch.setattr(Engine, "warm_up", compile_two)
+    load_backend(ServerConfig(model=model, warmup=False))
+    assert "kernels" not in caplog.text
+    load_backend(ServerConfig(model=model))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert said[0] == "compiling kernels; they are kept for the next start"
+    assert said[1].startswith("kernels are ready after ")
+    assert len(said) == 2
+    assert "compiling" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load_backend(ServerConfig(model=model))
+    assert "compiling kernels" in capsys.readouterr().err
 
 
 def test_the_trace_tells_the_whole_story_of_a_request(tmp_path: Path) -> None:

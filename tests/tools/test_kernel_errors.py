@@ -28,6 +28,19 @@ def test_the_worst_error_of_each_test_and_bar(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
+def test_a_row_for_each_kernel_and_kind_of_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gemv = "tests/ops/kernels/test_gemv.py::test_"
+    path = write(
+        tmp_path / "a",
+        (f"{gemv}q8", 1e-6, 5e-6, True), (f"{gemv}f16", 2e-6, 2e-5, True), (f"{gemv}q8", 4e-3, 1e-2, False),
+    )  # fmt: skip
+    assert main([path, "--short"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| gemv | bytes | 0.01 | 4.0e-03 | 1 |  |  |",
+        "| gemv | float32 | 2e-05 |  |  | 2.0e-06 | 2 |",
+    ]
+
+
 @pytest.mark.parametrize("error", [1e-5, float("nan")])
 def test_an_error_above_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str], error: float) -> None:
     name = "tests/ops/kernels/test_gemv.py::test_q8"

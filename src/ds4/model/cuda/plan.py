@@ -544,5 +544,7 @@ def _less(plan: MemoryPlan, room: int) -> list[str]:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: GiB from a tenth of one on, else MiB."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"
+    """Bytes for people: GiB from a tenth of one on, else MiB, and KiB below one."""
+    if nbytes >= GIB // 10:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / (1 << 20):.2f} MiB" if nbytes >= 1 << 20 or not nbytes else f"{nbytes / (1 << 10):.2f} KiB"
