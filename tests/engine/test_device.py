@@ -111,7 +111,7 @@ def test_a_plan_fills_what_the_configuration_leaves_open(tiny: ModelFile) -> Non
     assert (plenty.context, plenty.sessions, plenty.chunk) == (tiny.shape.context, 8, 4096)
     tight = devices.plan_for(tiny, ds4.EngineConfig(), int(1.5 * GIB))
     assert 32768 <= tight.options.context < tiny.shape.context
-    assert tight.card_bytes <= 1.5 * GIB
+    assert tight.card_bytes <= 1.5 * GIB * 31 / 32  # a little is left
     given = devices.plan_for(tiny, ds4.EngineConfig(context=100_000, prefill_chunk=256, sessions=2), 2 * GIB).options
     assert (given.context, given.sessions, given.chunk) == (100_000, 2, 256)
 

@@ -43,6 +43,7 @@ _INDEX_SCORES = 512 << 20  # prefill scores so many bytes of keys at once at mos
 _CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
 _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
+_SPARE = 2 << 30  # what a default context leaves: PyTorch's allocator may keep so much between its blocks
 _SMALL_CONTEXT = 32_768  # a default context is not made smaller than this as long as fewer sessions help
 _GROUPED_ROWS = 16  # from so many rows on, a step sorts its experts
 
@@ -203,7 +204,7 @@ def fit(
 
     The defaults: the model's context, `DEFAULT_SESSIONS` sessions, and chunks of 4,096 tokens, 2,048 with `quality`.
     Smaller chunks are taken only if nothing else helps, fewer sessions only if the context has been given or is too
-    small otherwise.
+    small otherwise. A context that is made smaller leaves a little.
 
     Raises:
         Ds4Error: what is wanted does not fit; with advice.
@@ -219,7 +220,7 @@ def fit(
         for plan in plans:
             found = most if plan.card_bytes <= room else 0
             if not found and context is None:
-                found = _most(plan, "context", most, room, min(1024, most))
+                found = _most(plan, "context", most, room - min(_SPARE, room // 32), min(1024, most))
             if found >= least:
                 return plan.change(context=found)
     plans[0].check(room)
