@@ -336,6 +336,8 @@ class _Messages(Reader):
         elif kind == "message_delta":
             self._finish, self._tokens = value["delta"]["stop_reason"], value["usage"]["output_tokens"]
         elif kind == "message_stop":
+            if self._open is not None:
+                raise StreamError(f"the message ends while block {self._open} is open")
             self._end(self._finish, self._tokens)
         elif kind not in ("message_start", "ping"):
             raise StreamError(f"unknown event: {kind}")

@@ -4,10 +4,16 @@
 
 Plays whole answers through a constraint as the server does, token by token: the texts of an agent (a long file as a
 string, nested JSON), and random tokens that the masks allow, which go where no model would. Every answer begins with a
-constraint of its own, so what the first tokens of a grammar cost is among the numbers. The bound is 1 ms a token.
+constraint of its own, so what the first tokens of a grammar cost is among the numbers.
+
+The bound is 1 ms a mask. It is met if the median and the 99th percentile of every answer are within it; how many single
+masks are not is said as well. Returns 1 if it is missed.
+
 A second table has all that the server does for a token between two steps of the model (mask, sampling, reading what was
-written), without the constraint and with it. Times are those of this thread's processor: what else runs on the machine
-does not count.
+written), without the constraint and with it.
+
+Times are those of this thread's processor, by which the bound is judged: what else runs on the machine does not count.
+Of the masks there is also the time on the wall, in which it does, as does what other threads of this process do for it.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +36,14 @@ from ds4.chat.rendered import Rendered, Writer
 from ds4.chat.tools import tool_schemas
 from ds4.engine import Sampling
 from ds4.errors import Ds4Error, RequestError
-from ds4.server.constraints import AnswerRules, Constraint, Grammars
+from ds4.server.constraints import AnswerRules, Constraint, Enforcement, Grammars
 from ds4.server.decode import Generation, SamplingChooser
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace
 from ds4.tokenizer import Tokenizer
+
+BOUND_MS = 1.0
+"""Milliseconds that a mask may take."""
 
 PERSON = {
     "type": "object",
@@ -110,23 +119,33 @@ def scenarios() -> Iterator[tuple[str, AnswerRules, Rendered]]:
     yield "any JSON object, indented", AnswerRules(content={"type": "object"}), written(indented)
 
 
-Step = tuple[float, float, bool]
-"""Milliseconds of the mask and of taking the token, and whether there was a mask."""
+class Step(NamedTuple):
+    """One token: milliseconds of the mask, by this thread's processor and on the wall, and of taking the token.
+
+    Attributes:
+        masked: there was a mask.
+    """
+
+    mask: float
+    wall: float
+    taking: float
+    masked: bool
 
 
 def play(constraint: Constraint, next_token: Callable[[Any], int | None]) -> list[Step]:
     """Run an answer; `next_token` gets the mask and gives the next token, None at the end."""
     steps: list[Step] = []
     while True:
-        start = time.thread_time()
+        wall, start = time.perf_counter(), time.thread_time()
         mask = constraint.mask()
-        masked = time.thread_time()
+        masked, walled = time.thread_time(), time.perf_counter()
         token = next_token(mask)
         if token is None:
             return steps
         begun = time.thread_time()
         constraint.advance(token)
-        steps.append(((masked - start) * 1e3, (time.thread_time() - begun) * 1e3, mask is not None))
+        taking = (time.thread_time() - begun) * 1e3
+        steps.append(Step((masked - start) * 1e3, (walled - wall) * 1e3, taking, mask is not None))
 
 
 def scripted(tokenizer: Tokenizer, text: Rendered) -> Callable[[Any], int | None]:
@@ -177,7 +196,7 @@ class Sure:
         self.logits[token] = 40.0
 
 
-def served(tokenizer: Tokenizer, rules: AnswerRules, constraint: Constraint | None, text: Rendered) -> list[float]:
+def served(tokenizer: Tokenizer, rules: AnswerRules, constraint: Enforcement | None, text: Rendered) -> list[float]:
     """Milliseconds of each token of an answer, as the server samples and reads it."""
     session = Sure(tokenizer.vocab_size)
     generation = Generation(
@@ -217,11 +236,39 @@ def served_row(title: str, bare: list[float], constrained: list[float]) -> str:
 
 def row(title: str, steps: list[Step]) -> str:
     """One line of the table."""
-    masks = np.array([mask for mask, _, _ in steps])
-    taken = np.array([taken for _, taken, _ in steps])
-    values = [np.median(masks), np.percentile(masks, 99), masks.max(), np.median(taken), np.percentile(taken, 99)]
-    cells = [title, len(steps), sum(masked for _, _, masked in steps), *(f"{value:.3f}" for value in values)]
+    masks, walls, taking = (np.array(values) for values in list(zip(*steps, strict=True))[:3])
+    values = [
+        *(function(each) for each in (masks, walls) for function in (np.median, p99, np.max)),
+        np.median(taking),
+        p99(taking),
+    ]
+    cells = [title, len(steps), sum(step.masked for step in steps), *(f"{value:.3f}" for value in values)]
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def p99(values: Any) -> float:
+    """The 99th percentile."""
+    return float(np.percentile(values, 99))
+
+
+def verdict(played: dict[str, list[Step]]) -> tuple[bool, str]:
+    """Whether the masks of all answers, by title, are within the bound; and the lines that say so."""
+    lines, met = [], True
+    for name, function in (("median", np.median), ("99th percentile", p99)):
+        found = {title: float(function([step.mask for step in steps])) for title, steps in played.items()}
+        worst = max(found, key=lambda title: found[title])
+        within = found[worst] <= BOUND_MS
+        met = met and within
+        word = "met:    " if within else "MISSED: "
+        lines.append(f"{word}the {name} of the masks within {BOUND_MS:g} ms (at most {found[worst]:.3f}: {worst})")
+    for clock in ("mask", "wall"):
+        times = [getattr(step, clock) for steps in played.values() for step in steps]
+        over = sum(value > BOUND_MS for value in times)
+        told = (
+            f"{over} of {len(times)} masks take longer, up to {max(times):.3f} ms" if over else "no mask takes longer"
+        )
+        lines.append(f"{'by this thread' if clock == 'mask' else 'on the wall'}: {told}")
+    return met, "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -234,24 +281,32 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = Tokenizer.from_metadata({key: value.value for key, value in metadata.items()})
         grammars = Grammars(tokenizer)
         start = time.thread_time()
-        grammars.constraint(AnswerRules(content=True), thinking=False)
+        grammars.prepare()
         print(f"{tokenizer.vocab_size} tokens; reading the vocabulary once takes {time.thread_time() - start:.2f} s\n")
-        print("| answer | tokens | with a mask | mask ms: median | p99 | largest | taking ms: median | p99 |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(
+            "| answer | tokens | with a mask | mask ms: median | p99 | largest "
+            "| on the wall: median | p99 | largest | taking ms: median | p99 |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         ready, whole = [], []
+        played: dict[str, list[Step]] = {}
         for title, rules, text in scenarios():
-            start = time.thread_time()
+            # Grammars are compiled in another thread.
+            start = time.perf_counter()
             constraint = grammars.constraint(rules, thinking=True)
-            built = time.thread_time()
-            again = grammars.constraint(rules, thinking=True)
-            ready.append((title, built - start, time.thread_time() - built))
+            built = time.perf_counter()
+            again = grammars.submit(rules)
             if constraint is None or again is None:
                 raise Ds4Error(f"{title}: nothing is constrained")
-            print(row(title, play(constraint, scripted(tokenizer, text))))
+            enforcement = again.result()
+            enforcement.begin(thinking=True)
+            ready.append((title, built - start, time.perf_counter() - built))
+            played[title] = play(constraint, scripted(tokenizer, text))
+            print(row(title, played[title]))
             bare = served(tokenizer, rules, None, text)
-            whole.append(served_row(title, bare, served(tokenizer, rules, again, text)))
+            whole.append(served_row(title, bare, served(tokenizer, rules, enforcement, text)))
             if rules.demanding:
-                steps = []
+                steps = played[f"{title}, random tokens"] = []
                 for seed in range(10):
                     one = grammars.constraint(rules, thinking=True)
                     steps += play(one, random_tokens(tokenizer, seed)) if one else []
@@ -262,10 +317,12 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n| rules | ms to make a constraint: first | again |\n|---|---|---|")
         for title, first, second in ready:
             print(f"| {title} | {first * 1e3:.1f} | {second * 1e3:.1f} |")
+        met, told = verdict(played)
+        print("\n" + told)
     except (Ds4Error, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -353,14 +353,97 @@ def test_a_call_that_ended_before_a_stop_string_counts() -> None:
 
 def test_a_held_beginning_of_a_stop_string_is_text_in_the_end() -> None:
     parser = StreamParser(False, TOOLS, stops=["ENDE", "ND"])
-    parser.push(b"THE EN")
-    assert add_up(parser.finish()).content == " EN"
+    assert add_up(parser.push(b"THE EN") + parser.finish()).content == "THE EN"
     parser = StreamParser(False, None, stops=["ENDE", "ND"])
     assert parser.push(b"THE END") == [TextDelta("THE ")]
     total = add_up(parser.finish())
     assert total.content == "E"
     assert total.finish is not None
     assert total.finish.stop_string == "ND"
+
+
+CALLED = f"Let me look.\n\n{START}\n{INVOKE}\n{STRING}Rome\nEND{P_END}\n{JSON}[1,\n 2]{P_END}\n{I_END}\n{END}"
+HIDDEN = [
+    "\n\n",
+    "\n<",
+    "<",
+    ">",
+    "invoke",
+    "string",
+    "true",
+    "sh",
+    "tool_calls",
+    MARK,
+    "[1,",
+    '="',
+    ".\n",
+    "look.\n\n<",
+]
+
+
+@pytest.mark.parametrize("stop", HIDDEN)
+@pytest.mark.parametrize("before", ["", "Let me look."])
+def test_stop_strings_do_not_match_markup_at_any_split(stop: str, before: str) -> None:
+    text = before + CALLED.removeprefix("Let me look.")
+    for size in range(1, len(text) + 1):
+        pieces = [text[i : i + size].encode() for i in range(0, len(text), size)]
+        total = add_up(run(pieces, StreamParser(False, TOOLS, stops=[stop])))
+        assert total.finish is not None
+        assert (total.content, total.finish.reason, total.finish.stop_string) == (before, "tool_calls", None)
+        assert total.calls == [("sh", '{"x":"Rome\\nEND","x":[1,2]}')]
+        assert total.finish.message == parse(text, False, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "call"),
+    [
+        ("look", "Let me ", None),
+        ("k.", "Let me loo", None),
+        ("Rome", "Let me look.", '{"x":""}'),
+        ("\nEND", "Let me look.", '{"x":"Rome"}'),
+        ("END", "Let me look.", '{"x":"Rome\\n"}'),
+    ],
+)
+def test_stop_strings_match_what_is_seen_at_any_split(stop: str, content: str, call: str | None) -> None:
+    for size in range(1, len(CALLED) + 1):
+        pieces = [CALLED[i : i + size].encode() for i in range(0, len(CALLED), size)]
+        for stops in ([stop], [stop, stop + "more", "absent"]):
+            total = add_up(run(pieces, StreamParser(False, TOOLS, stops=stops)))
+            assert total.finish is not None
+            assert (total.content, total.finish.reason, total.finish.stop_string) == (content, "stop", stop)
+            assert total.calls == ([] if call is None else [("sh", call)])
+            assert (total.finish.message.content, total.finish.message.tool_calls) == (content, ())
+
+
+STOPS = st.lists(st.sampled_from(["a", "\n\n", "<", "ool", "e <", "END"]), min_size=1)
+
+
+@given((soups | broken_texts()).map(lambda pair: pair[0]), STOPS, st.data())
+def test_stop_strings_cut_what_would_be_seen_without_them(text: str, stops: list[str], data: st.DataObject) -> None:
+    raw = text.encode("utf-8", "ignore")
+    total = add_up(run(pieces_of(data, raw), StreamParser(False, TOOLS, stops=stops)))
+    seen = add_up(run([raw], StreamParser(False, TOOLS)))
+    assert total.finish is not None
+    if seen.calls:
+        return
+    cut = min((at for stop in stops if (at := seen.content.find(stop)) >= 0), default=len(seen.content))
+    # What is held for a block with two tags that turns out to be none has left by then.
+    assert seen.content.startswith(total.content)
+    if not seen.problems:
+        assert total.content == seen.content[:cut]
+        assert (total.finish.stop_string is None) == (cut == len(seen.content))
+
+
+def test_white_space_is_no_text_where_a_call_has_to_come() -> None:
+    for text, content in (
+        ("\n\n", ""),
+        ("\n\n<", ""),
+        (f"\n\n<{MARK}too", ""),
+        ("\n\nNo.\n", "\n\nNo.\n"),
+        ("<b", "<b"),
+    ):
+        for pieces in ([text.encode()], [char.encode() for char in text]):
+            assert add_up(run(pieces, StreamParser(False, TOOLS, forced=True), "length")).content == content
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------

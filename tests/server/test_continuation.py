@@ -405,10 +405,10 @@ def test_the_table_keeps_the_most_recent_and_forks_what_is_left_half_way() -> No
     assert table.take(a, True) is not a  # busy, so the other goes its own way
     b = next(s for s in table.slots if s is not a)
     assert b.session.tokens == ids
-    assert not table.has_room()
+    assert table.free == 0
     a.busy = False
     table.touch(b)
-    assert table.has_room()
+    assert table.free == 1
     assert table.take(a, True) is a
     a.busy = b.busy = False
     # Left half way: the least recently used one goes, unless it is the one that is continued.

@@ -220,6 +220,20 @@ class Listener:
         return self.host, 8000
 
 
+def test_the_vocabulary_is_read_before_anybody_can_ask(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While that is done the whole process stands still."""
+    ready: list[bool] = []
+
+    def run(server: serve.GracefulServer, sockets: Any) -> None:
+        ready.append(server._worker.prompts._grammars._vocabulary is not None)
+
+    monkeypatch.setattr(serve.GracefulServer, "run", run)
+    serve.run(ServerConfig(), Listener("127.0.0.1"))  # type: ignore[arg-type]
+    assert ready == [True]
+
+
 def test_the_keys_of_the_file_join_those_of_the_command_line(served: list[ServerConfig], tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("two\nthree\n")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionTokenLogprob
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving, tokenizer
 
-from ds4.chat.events import ReasoningDelta, TextDelta
+from ds4.chat.events import Event, ReasoningDelta, TextDelta
+from ds4.chat.stream import StreamParser
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.logprobs import TextLogprobs, TokenLogprob
@@ -109,6 +113,79 @@ def test_what_is_no_text_is_forgotten() -> None:
     assert told.take() == ()
 
 
+def test_what_the_server_injects_belongs_to_no_token() -> None:
+    pieces = ["Now.", "<", "｜DSML｜", "tool_calls", ">", "No", " call", "STOP"]
+    with scripted(line(*pieces)) as server:
+        choice = whole(server, tools=[WEATHER], stop=["STOP"], logprobs=True)
+        assert choice["message"]["content"].strip() == "No call"
+        assert tokens_of(choice["logprobs"]) == ["No", " call"]
+
+
+def test_a_token_that_ends_the_reasoning_may_go_on() -> None:
+    with scripted(line("Hm.</th", "ink>One", " two", "STOP")) as server:
+        choice = whole(server, stop=["STOP"], logprobs=True)
+        assert choice["message"]["content"] == "One two"
+        assert tokens_of(choice["logprobs"]) == [" two"]
+
+
+def spans(text: bytes) -> list[int]:
+    """Where each character begins that clients see for these bytes."""
+    begins: list[int] = []
+    done = 0
+    while done < len(text):
+        try:
+            good, bad = text[done:].decode(), 0
+        except UnicodeDecodeError as error:
+            good, bad = text[done : done + error.start].decode(), error.end - error.start
+        for char in good:
+            begins.append(done)
+            done += len(char.encode())
+        if bad:
+            begins.append(done)
+            done += bad
+    return begins
+
+
+@given(
+    text=st.lists(st.sampled_from([b"a", b"\x80", b"\xe4", b"\xe4\xbd", b"\xf0\x9f", "ü😀你".encode(), b"ST"])).map(
+        b"".join
+    )
+    | st.binary(max_size=20),
+    cuts=st.lists(st.integers(0, 30)),
+    tail=st.sampled_from([b"", b"STOP", b"STOPabc"]),
+)
+def test_any_bytes_cut_anywhere(text: bytes, cuts: list[int], tail: bytes) -> None:
+    """A token is told if its first byte is in a character that is seen, and comes with that character."""
+    whole_text = text + tail
+    ends = sorted({0, len(whole_text), *(cut for cut in cuts if cut < len(whole_text))})
+    told, parser = TextLogprobs(), StreamParser(False, None, stops=["STOP"])
+    shown, found = "", []
+
+    def follow(events: list[Event]) -> None:
+        nonlocal shown
+        shown += "".join(event.text for event in events if isinstance(event, TextDelta))
+        told.follow(events)
+        found.extend(told.take())
+        begins = [*spans(whole_text), len(whole_text)]
+        seen = begins[len(shown)] if len(shown) < len(begins) else len(whole_text)
+        assert [token.logprob for token in found] == [begin for begin in added if begin < seen]
+
+    added: list[int] = []
+    for begin, end in itertools.pairwise(ends):
+        if parser.done:
+            break
+        added.append(begin)
+        told.add(TokenLogprob(whole_text[begin:end], begin))
+        follow(parser.push(whole_text[begin:end]))
+    follow(parser.finish("stop"))
+
+
+def test_bytes_that_are_no_characters_do_not_tell_of_a_call() -> None:
+    with scripted(line("</think>", *["base64:gA=="] * 4, *call_pieces(("get_weather", [])))) as server:
+        choice = whole(server, tools=[WEATHER], logprobs=True)
+        assert [token["bytes"] for token in choice["logprobs"]["content"]] == [[0x80]] * 4
+
+
 def test_probabilities_of_a_real_model(nonsense: Running) -> None:
     body = {"thinking": False, "max_tokens": 12, "logprobs": True, "top_logprobs": 20, "seed": 3}
     choice = whole(nonsense, **body)
@@ -140,14 +217,15 @@ def test_completions(nonsense: Running) -> None:
         assert len(top) == 2
     chunks = list(nonsense.client.completions.create(stream=True, **body))
     parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [part is None for part in parts] == [not chunk.choices[0].text for chunk in chunks]
+    assert parts[-1] is None
     assert [token for part in parts if part for token in part.tokens or ()] == choice.logprobs.tokens
     assert [place for part in parts if part for place in part.text_offset or ()] == choice.logprobs.text_offset
     for wanted, count in ((0, 0), (True, 0), (None, None), (False, None)):
         answer = nonsense.post({**body, "logprobs": wanted, "think": False}, "/v1/completions").json()["choices"][0]
         told = answer["logprobs"]
-        assert (told and [len(top) for top in told["top_logprobs"]]) == (
-            None if count is None else [0] * len(told["tokens"])
-        )
+        assert (told is None) == (count is None)
+        assert told is None or (len(told["tokens"]) == 8 and told["top_logprobs"] is None)
 
 
 @pytest.mark.parametrize(

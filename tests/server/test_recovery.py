@@ -280,15 +280,20 @@ def test_a_stop_string_ends_either_attempt(server: Running) -> None:
     plain, stream = both(server, bad, line("</think>", *GOOD), stop=["STOP"])
     assert plain == stream
     assert (plain["content"], plain["finish"]) == ("Look: ", "stop")
+    # What stands between tags is no text, as long as it is not given up.
     inside = line("</think>", "Look:", *START, "STOP")
     plain, stream = both(server, inside, line("</think>", *GOOD), stop=["STOP", "TOP"])
     assert plain == stream
-    assert (plain["content"], plain["calls"], plain["finish"]) == ("Look:", [], "stop")
-    # What is held back as the beginning of one stop string has another one in it.
-    inside = line("</think>", "Look:", *START, "\nE")
-    plain, stream = both(server, inside, line("</think>", *GOOD), stop=["\n\nEND", "\nE"])
+    assert (len(plain["calls"]), plain["finish"]) == (1, "tool_calls")
+    plain, stream = both(server, inside, inside, stop=["STOP", "TOP"])
     assert plain == stream
-    assert (plain["content"], plain["calls"], plain["finish"]) == ("Look:", [], "stop")
+    assert (plain["calls"], plain["finish"]) == ([], "stop")
+    assert plain["content"].endswith("tool_calls>\n")
+    # What is held back as the beginning of one stop string has another one in it.
+    before = line("</think>", "LoE", *START, "E")
+    plain, stream = both(server, before, line("</think>", *GOOD), stop=["oEND", "E"])
+    assert plain == stream
+    assert (plain["content"], plain["calls"], plain["finish"]) == ("Lo", [], "stop")
     bad = line("</think>", "Look:", *MALFORMED["prose"])
     plain, stream = both(server, bad, line("</think>", "one S", "TOP two", *GOOD), stop=["STOP"])
     assert plain == stream

@@ -331,9 +331,9 @@ def test_prompts_take_turns_so_that_a_short_one_waits_for_one_chunk_of_each_othe
         assert session is turns[at % 3]
 
 
-def test_requests_are_admitted_in_the_order_of_their_arrival_also_one_of_many_answers() -> None:
+def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     worker = scripted_worker(line("on", then="repeat"), max_sessions=2)
-    replies = replies_to(worker, request("a"), request("b", n=2), request("c"))
+    replies = replies_to(worker, request("a", n=2), request("b", n=2), request("c", n=2))
     order: list[int] = []
     start = worker._start
 

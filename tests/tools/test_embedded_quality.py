@@ -16,7 +16,10 @@ def engine() -> ds4.Engine:
     return ds4.load()
 
 
-@pytest.mark.parametrize("task", ["call", "none", "parallel", "chain", "result", "result_json", "arithmetic", "chat", "recall_near", "recall_far"])
+@pytest.mark.parametrize(
+    "task",
+    ["call", "none", "parallel", "chain", "result", "result_json", "arithmetic", "chat", "recall_near", "recall_far"],
+)
 def test_most_cases_are_right(engine: ds4.Engine, task: str) -> None:
     cases = Cases(4711, Tokenizer.from_file(str(TOKENIZER))).make(task, 8)
     outcome = Runner(engine, ds4.Sampling(temperature=0.0), batch=8).run(cases)

@@ -4,16 +4,22 @@ question for a test."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import load
 import pytest
 from load_client import APIS, Answer, Ask, Pace, StreamError, ask, reader_of
 from server_harness import Running, line, random_engine, scripted, serving
 
+from ds4.errors import Ds4Error
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 
@@ -98,6 +104,152 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: ")
 
 
+# ---- what the tool says of a server that fails ----------------------------------------------------------------------
+
+ASK = Ask("chat", "x", 1)
+ANSWER = Answer("", "x", "stop", 1)
+DONE = "the model goes on while clients read slowly"
+
+
+class Server:
+    """Numbers of a server that is not there; looks at it are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks = 0
+        self.numbers: dict[str, Any] = {
+            "process_resident_memory_bytes": 100, "process_open_fds": 1, "step_seconds": {"count": 1},
+            "prompt_tokens": {"evaluated": 0}, "completion_tokens": 0, "requests_running": 0, "requests_waiting": 0,
+            "requests": dict.fromkeys(("stop", "failed", "overdue", "malformed"), 0), "sessions": 0,
+            "sessions_limit": 4,
+        }  # fmt: skip
+        self.fails_at: int | None = None
+        self.error: Exception = OSError("timed out")
+        monkeypatch.setattr(load, "read", self.read)
+        monkeypatch.setattr(load, "ask", self.ask)
+        monkeypatch.setattr(load, "LOOK", 0.0)
+        monkeypatch.setattr(load, "SETTLE", 0.0)
+
+    def read(self, url: str, path: str) -> dict[str, Any]:
+        self.looks += 1
+        if self.fails_at is not None and self.looks >= self.fails_at:
+            raise self.error
+        return self.numbers
+
+    async def ask(self, url: str, request: Ask, pace: Pace | None = None) -> Answer:
+        while self.fails_at is not None and self.looks < self.fails_at:
+            await asyncio.sleep(0)
+        return ANSWER
+
+
+@pytest.mark.parametrize("error", [OSError("timed out"), Ds4Error("answers 500"), KeyError("step_seconds")])
+def test_a_server_that_cannot_be_watched_meets_no_bar_by_that(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(monkeypatch)
+    server.error, server.fails_at = error, 2
+    found = asyncio.run(load.streams("u", {ASK: ANSWER}, 1, 0, 0, rounds=1))
+    assert ["the server could not be watched" in problem for problem in found.problems] == [True]
+    assert not found.memory
+    assert math.isnan(found.stalls)
+
+    async def unseen(*_: Any) -> load.Load:
+        return found
+
+    server.fails_at = None
+    monkeypatch.setattr(load, "streams", unseen)
+    options = SimpleNamespace(tokens=1, clients=1, slow=0, seconds=0)
+    assert not asyncio.run(load.run_streams("u", options))  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert "MISSED: every stream ends" in told
+    assert f"MISSED: {DONE}" in told
+    assert "MISSED: memory is flat" in told
+
+
+def test_no_answer_at_all_meets_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Server(monkeypatch)
+
+    async def nothing(*_: Any) -> load.Load:
+        return load.Load()
+
+    monkeypatch.setattr(load, "streams", nothing)
+    options = SimpleNamespace(tokens=1, clients=0, slow=0, seconds=0)
+    assert not asyncio.run(load.run_streams("u", options))  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert "MISSED: the first byte of every stream" in told
+    assert "MISSED: memory is flat" in told
+
+
+def test_there_is_a_look_behind_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause up to the end counts."""
+    server = Server(monkeypatch)
+    monkeypatch.setattr(load, "LOOK", 1e9)
+    times = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(times)))
+
+    async def answer(url: str, request: Ask, pace: Pace | None = None) -> Answer:
+        while not server.looks:
+            await asyncio.sleep(0)
+        return ANSWER
+
+    monkeypatch.setattr(load, "ask", answer)
+    found = asyncio.run(load.streams("u", {ASK: ANSWER}, 1, 0, 0, rounds=1))
+    assert len(found.memory) == server.looks == 2
+    assert found.stalls == found.memory[1][0] - found.memory[0][0] > 0
+
+
+@pytest.mark.parametrize("key", ["requests_running", "requests_waiting"])
+def test_requests_that_stay_behind_clients_that_left_are_a_bar(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(monkeypatch)
+
+    async def left(*_: Any) -> Any:
+        server.numbers = {**server.numbers, key: 2}
+        return Counter(load.PHASES)
+
+    async def together(*_: Any) -> Any:
+        return 4, [ANSWER] * len(load.requests(1))
+
+    monkeypatch.setattr(load, "disconnects", left)
+    monkeypatch.setattr(load, "together", together)
+    options = SimpleNamespace(tokens=1, times=7, clients=1, seed=1, patience=0)
+    assert not asyncio.run(load.run_disconnects("u", options))  # type: ignore[arg-type]
+    assert "MISSED: 7 clients left, and nothing runs or waits for them" in capsys.readouterr().out
+    with pytest.raises(Ds4Error, match="for nobody"):
+        asyncio.run(load.settled("u"))
+
+
+def test_a_server_is_at_rest_when_two_looks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    monkeypatch.setattr(load, "SETTLE", 1e9)
+    seen = iter([0, 1, 0, 1, 0, 0])
+    monkeypatch.setattr(load, "read", lambda *_: {**server.numbers, "requests_running": next(seen)})
+    asyncio.run(load.settled("u"))
+    assert not list(seen)
+
+
+@pytest.mark.parametrize(
+    ("served", "met"),
+    [([90.0, 90, 90, 99, 101], False), ([96.0, 96, 96, 20, 20], True), ([94.0, 94, 94, 94, 94], False)],
+)
+def test_what_http_costs_is_judged_by_the_medians(
+    served: list[float], met: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = iter(served)
+
+    async def paced(*_: Any) -> float:
+        return next(rates)
+
+    monkeypatch.setattr(load, "server", lambda flags: contextlib.nullcontext("u"))
+    monkeypatch.setattr(load, "paced", paced)
+    monkeypatch.setattr(load.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="100.0"))
+    options = SimpleNamespace(streams=1, tokens=1, step_ms=1, rounds=5, flags=[])
+    assert load.run_steps(options) is met  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert "median 100.0, best 100.0" in told
+    assert f"best {max(served):.1f}" in told
+
+
 # ---- a stream that is not as it should be ----------------------------------------------------------------------------
 
 
@@ -143,15 +295,36 @@ def test_an_event_of_a_response_that_is_missing_is_noticed() -> None:
         read("responses", ["data: [DONE]"])
 
 
+OPENED = 'event: message_start\ndata: {"type": "message_start", "message": {}}'
+CLOSED = (
+    'event: message_delta\ndata: {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, '
+    '"usage": {"output_tokens": 3}}',
+    'event: message_stop\ndata: {"type": "message_stop"}',
+)
+
+
 def test_blocks_of_a_message_open_and_close_in_order() -> None:
     def block(kind: str, index: int) -> str:
-        return f'event: content_block_{kind}\ndata: {{"type": "content_block_{kind}", "index": {index}, "delta": {{}}}}'
+        value = {"type": f"content_block_{kind}", "index": index, "delta": {"text": "text"}}
+        return f"event: {value['type']}\ndata: {json.dumps(value)}"
 
-    for kinds in itertools.permutations((("start", 0), ("delta", 0), ("stop", 0))):
-        frames = [block(*kind) for kind in kinds]
-        if [kind for kind, _ in kinds] != ["start", "delta", "stop"]:
+    def message(*blocks: tuple[str, int]) -> Answer:
+        return read("messages", [OPENED, *(block(*one) for one in blocks), *CLOSED])
+
+    right = [("start", 0), ("delta", 0), ("stop", 0), ("start", 1), ("delta", 1), ("stop", 1)]
+    assert message(*right) == Answer("", "text" * 2, "end_turn", 3)
+    assert message(*right[:3]) == Answer("", "text", "end_turn", 3)
+    # Of all orders of two blocks one is right: they do not overlap, and come by their numbers.
+    accepted = []
+    for order in itertools.permutations(right):
+        with contextlib.suppress(StreamError):
+            message(*order)
+            accepted.append(list(order))
+    assert accepted == [right]
+    for at in range(len(right)):
+        if right[at][0] != "delta":
             with pytest.raises(StreamError):
-                read("messages", [*frames, *frames])
+                message(*right[:at], *right[at + 1 :])
 
 
 def read(api: str, frames: list[str]) -> Answer:

@@ -25,7 +25,8 @@ from typing import Any
 
 from ds4.chat.dsml_text import calls_text, write_calls
 from ds4.chat.message import Message
-from ds4.chat.scanner import Scanner, State
+from ds4.chat.scanner import Scanner
+from ds4.chat.states import State
 from ds4.chat.tools import tool_schemas
 
 __all__ = ["END_THINK_INJECTION", "DecodeState", "State", "calls_text", "parse", "tool_names", "write_calls"]

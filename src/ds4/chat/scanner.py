@@ -8,11 +8,11 @@ bounded by the length of a tag, except for white space, which may turn out to be
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from enum import Enum
 
 from ds4.chat.arguments import CallWriter, Value
-from ds4.chat.events import Event, Problem, ReasoningDelta, TextDelta
+from ds4.chat.events import Event, Problem, ReasoningDelta
 from ds4.chat.message import Message
+from ds4.chat.states import Phase, State
 from ds4.chat.stops import StopFilter
 from ds4.chat.tags import (
     BLOCK_TAG,
@@ -25,32 +25,13 @@ from ds4.chat.tags import (
     read_tag,
     without_cut_tag,
 )
+from ds4.chat.text_writer import TextWriter
 
 _THINK, _END_THINK = "<think>", "</think>"
 # Deeper than this nobody nests parameters.
 _MAX_NESTING = 32
 # Long texts are read in steps of this many characters, so that cutting tags off the front stays cheap.
 _STEP = 4096
-
-
-class State(Enum):
-    """What kind of text the next token continues."""
-
-    OUTSIDE = "outside"
-    STRUCTURAL = "structural"
-    STRING_BODY = "string_body"
-    JSON_STRUCTURAL = "json_structural"
-    JSON_STRING = "json_string"
-
-
-class _Phase(Enum):
-    START = 0
-    REASONING = 1
-    TEXT = 2
-    TAGS = 3  # in a block, between values
-    VALUE = 4
-    HELD = 5  # behind what makes a block unreadable, see `hold`
-    DONE = 6
 
 
 class Scanner:
@@ -62,9 +43,11 @@ class Scanner:
         decode: names and values are escaped (template profile ds4).
         recovered: the reasoning was closed for the model (see `recover`).
         parallel: whether more than one call is wanted; if not, the machine is done after the first.
-        stops: ends the text behind the reasoning early.
+        stops: ends the answer early, if one of them occurs in its text or in a value that is a string. Reasoning, tags,
+            and the white space around tags are not looked at.
         keep: collect the message (the decode state needs none).
         hold: wait at a marked block that cannot be read and has no call yet, until `give_up` makes it text.
+        forced: a block has to come first: white space that nothing follows is the begin of one.
 
     Attributes:
         reasoning_closed: the end of the reasoning was seen, or there was none.
@@ -72,7 +55,6 @@ class Scanner:
         dangling_start: a complete start tag stands in the reasoning.
         orphan_closers: number of end tags outside any block.
         failed: the block has calls that cannot be read.
-        stop_string: the stop string that ended the text.
     """
 
     def __init__(
@@ -86,6 +68,7 @@ class Scanner:
         stops: StopFilter | None = None,
         keep: bool = True,
         hold: bool = False,
+        forced: bool = False,
     ) -> None:
         self.reasoning_closed = not thinking
         self.saw_start = False
@@ -93,14 +76,12 @@ class Scanner:
         self.dangling_start = False
         self.orphan_closers = 0
         self.failed = False
-        self.stop_string: str | None = None
-        self._phase = _Phase.START
+        self._phase = Phase.START
         self._tools = frozenset(tools or ())
         self._thinking = thinking
         self._decode = decode
         self._recovered = recovered
         self._parallel = parallel
-        self._stops = stops
         self._keep = keep
         self._hold = hold
         self._flushed = False
@@ -108,13 +89,13 @@ class Scanner:
         self._space: list[str] = []  # white space that is text or part of a block, whatever follows
         self._events: list[Event] = []
         self._reasoning: list[str] = []
-        self._content: list[str] = []
         self._raw: list[str] = []
         self._problems: list[str] = []
         self._plain = False  # the block's tags have no marker
         self._bare = False  # calls without a block around them
         self._cut = False  # ended by `parallel`, so the block has no end
         self._repaired = False
+        self._writing = TextWriter(self._events.append, keep, stops, forced)
         self._writer = CallWriter(self._events.append, keep)
         self._value: Value | None = None
 
@@ -122,23 +103,28 @@ class Scanner:
 
     @property
     def in_reasoning(self) -> bool:
-        return self._phase is _Phase.REASONING or (self._phase is _Phase.START and self._thinking)
+        return self._phase is Phase.REASONING or (self._phase is Phase.START and self._thinking)
 
     @property
     def calls_begun(self) -> int:
         return self._writer.begun
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._writing.stop_string
+
+    @property
     def finished_calls(self) -> bool:
         """Whether the block is over, so that nothing of what may follow counts."""
-        return self._phase is _Phase.DONE
+        return self._phase is Phase.DONE
 
     @property
     def open_block(self) -> bool:
         """Whether a block has begun and its end is missing."""
-        if self._phase is _Phase.TAGS:
+        if self._phase is Phase.TAGS:
             return not self._bare or self._writer.depth > 0
-        return self._phase is _Phase.VALUE
+        return self._phase is Phase.VALUE
 
     @property
     def malformed(self) -> bool:
@@ -147,18 +133,18 @@ class Scanner:
         It breaks the grammar before its first call (and is held back, see `hold`), or it is over without one, or
         `flush` said that nothing follows. Not so a block in plain XML: text that explains tags looks the same.
         """
-        if self._phase is _Phase.HELD:
-            return True
+        if self._phase is Phase.HELD:
+            return self.stop_string is None
         cut = self._flushed and self.open_block and self.stop_string is None
-        over = cut or self._phase is _Phase.DONE
+        over = cut or self._phase is Phase.DONE
         return over and self.saw_start and not (self._plain or self._writer.begun)
 
     @property
     def state(self) -> State:
         value = self._value
-        if self._phase is _Phase.TAGS:
+        if self._phase is Phase.TAGS:
             return State.STRUCTURAL
-        if self._phase is not _Phase.VALUE or value is None:
+        if self._phase is not Phase.VALUE or value is None:
             return State.OUTSIDE
         if self._buffer.startswith("</") or (value.undecided and len(self._buffer) > 1):
             return State.STRUCTURAL
@@ -172,7 +158,7 @@ class Scanner:
         exact = bool(calls) and not (self._cut or self._repaired or self.open_block)
         return Message(
             reasoning="".join(self._reasoning),
-            content="".join(self._content),
+            content="".join(self._writing.content),
             tool_calls=calls,
             raw_dsml="".join(self._raw) if exact else "",
             problems=tuple(self._problems),
@@ -200,7 +186,7 @@ class Scanner:
         return self._take()
 
     def _feed(self, text: str) -> None:
-        if self._phase is _Phase.START:
+        if self._phase is Phase.START:
             text = self._start(self._buffer + text)
         if self.in_reasoning:
             text = self._reason(self._buffer + text)
@@ -210,7 +196,7 @@ class Scanner:
     def give_up(self) -> list[Event]:
         """Take a block that is held back as text after all, and hold none from now on."""
         self._hold = False
-        if self._phase is _Phase.HELD:
+        if self._phase is Phase.HELD:
             self._give_up(self._problems[-1])
             self._scan("")
         return self._take()
@@ -219,35 +205,33 @@ class Scanner:
         """Nothing follows: read what waited for a stop string. `finish` must come next, or `give_up` and `finish`."""
         self._flushed = True
         if not self.in_reasoning:
-            if self._phase is _Phase.START:
-                self._phase = _Phase.TEXT
+            if self._phase is Phase.START:
+                self._phase = Phase.TEXT
                 held, self._buffer = self._buffer, ""
-                self._behind_reasoning(held)
-            if self._stops is not None and self.stop_string is None:
-                held, self.stop_string = self._stops.flush()
                 self._scan(held)
+            self._pass_held()
         return self._take()
 
     def finish(self) -> list[Event]:
         """The generation is over. Returns the remaining events; an open call is closed with what is there."""
         self._events.extend(self.flush() + self.give_up())
+        if self.open_block and self._plain and not self._writer.begun:
+            self._fail("the text ended at the start of a tool call")
+        rest = without_cut_tag(self._buffer) if self._tools else self._buffer
         if self.in_reasoning:
             self.reasoning_closed = False
-            self._emit_reasoning(without_cut_tag(self._buffer) if self._tools else self._buffer)
-        else:
-            if self.open_block and self._plain and not self._writer.begun:
-                self._fail("the text ended at the start of a tool call")
-            if self._phase is _Phase.TEXT:
-                self._emit_text("".join(self._space) + (without_cut_tag(self._buffer) if self._tools else self._buffer))
-            elif self.failed:
-                self._consume(len(self._buffer))
-            elif self.open_block:
-                self._repair()
-            elif not self._writer.begun:
-                self._problems.append("a tool call block without a call")
+            self._emit_reasoning(rest)
+        elif self._phase is Phase.TEXT:
+            self._writing.write_last("".join(self._space) + rest)
+        elif self.failed:
+            self._consume(len(self._buffer))
+        elif self.open_block:
+            self._repair()
+        elif not self._writer.begun:
+            self._problems.append("a tool call block without a call")
         self._buffer = ""
         self._space.clear()
-        self._phase = _Phase.DONE
+        self._phase = Phase.DONE
         return self._take()
 
     def _take(self) -> list[Event]:
@@ -267,19 +251,19 @@ class Scanner:
         elif _THINK.startswith(text):
             self._buffer = text
             return ""
-        self._phase = _Phase.REASONING if self._thinking else _Phase.TEXT
+        self._phase = Phase.REASONING if self._thinking else Phase.TEXT
         return text
 
     def _reason(self, text: str) -> str:
         """Read reasoning; returns the text behind its end."""
-        if self._phase is _Phase.START:
+        if self._phase is Phase.START:
             return ""
         end = text.find(_END_THINK)
         if end >= 0:
             self._buffer = ""
             self._emit_reasoning(text[:end])
             self.reasoning_closed = True
-            self._phase = _Phase.TEXT
+            self._phase = Phase.TEXT
             return text[end + len(_END_THINK) :]
         hold = len(text)
         at = text.rfind("<", max(0, hold - len(_END_THINK) + 1))
@@ -304,32 +288,45 @@ class Scanner:
     # ---- text -------------------------------------------------------------------------------------------------------
 
     def _behind_reasoning(self, text: str) -> None:
-        if self._phase is _Phase.START or self.stop_string is not None:
-            return
-        if self._stops is not None:
-            text, self.stop_string = self._stops.push(text)
-        self._scan(text)
+        if self._phase is not Phase.START:
+            self._scan(text)
 
     def _scan(self, text: str) -> None:
+        if self.stop_string is not None:
+            return
         if not self._tools:
             self._emit_text(text)
             return
         self._buffer += text
-        steps: dict[_Phase, Callable[[], bool]] = {
-            _Phase.TEXT: self._text,
-            _Phase.TAGS: self._tags,
-            _Phase.VALUE: self._read_value,
-            _Phase.HELD: lambda: False,
-            _Phase.DONE: self._ignore,
+        steps: dict[Phase, Callable[[], bool]] = {
+            Phase.TEXT: self._text,
+            Phase.TAGS: self._tags,
+            Phase.VALUE: self._read_value,
+            Phase.HELD: lambda: False,
+            Phase.DONE: self._ignore,
         }
         while self._buffer and steps[self._phase]():
             pass
 
     def _emit_text(self, text: str) -> None:
-        if text:
-            self._events.append(TextDelta(text))
-            if self._keep:
-                self._content.append(text)
+        self._writing.write(text)
+        self._end_at_stop()
+
+    def _pass_held(self) -> None:
+        """Let go what was held back as it could have become a stop string: as text, or as a value."""
+        if self._value is None:
+            self._writing.write_held()
+        else:
+            self._feed_value(self._value, self._writing.held())
+        self._end_at_stop()
+
+    def _end_at_stop(self) -> None:
+        if self.stop_string is not None:
+            # Nothing behind it counts.
+            self._buffer = ""
+            self._space.clear()
+            if not self._writer.begun:
+                self._phase = Phase.TEXT
 
     def _pass_text(self, end: int) -> None:
         """Emit the buffer up to `end`, but keep white space there: it belongs to the block if one follows."""
@@ -370,12 +367,14 @@ class Scanner:
 
     def _open_block(self, start: int, tag: Tag, bare: bool) -> None:
         self._pass_text(start)
+        if self.stop_string is not None:
+            return
         self._raw = self._space
         self._space = []
         self._plain = tag.plain
         self._bare = bare
         self.saw_start = True
-        self._phase = _Phase.TAGS
+        self._phase = Phase.TAGS
         if not bare:
             self._consume(tag.end - start)
 
@@ -409,7 +408,7 @@ class Scanner:
             self._take_tag(tag)
         elif ended:
             # One block a turn: calls in a block behind bare ones would be made twice.
-            self._phase = _Phase.DONE
+            self._phase = Phase.DONE
         else:
             self._fail("text between the tags of a tool call")
             if self.failed:
@@ -419,6 +418,9 @@ class Scanner:
         return True
 
     def _take_tag(self, tag: Tag) -> None:
+        self._pass_held()
+        if self.stop_string is not None:
+            return
         writer = self._writer
         if tag.word == "tool_calls":
             if writer.depth:
@@ -429,7 +431,7 @@ class Scanner:
                 self._fail("a tool call block without a call")
             elif tag.closing:
                 self.saw_end = True
-                self._phase = _Phase.DONE
+                self._phase = Phase.DONE
         elif tag.word == "invoke":
             if not tag.closing:
                 self._begin_call(tag)
@@ -437,7 +439,7 @@ class Scanner:
                 writer.end()
                 if not self._parallel:
                     self._cut = True
-                    self._phase = _Phase.DONE
+                    self._phase = Phase.DONE
             else:
                 self._fail("the end of a call that did not begin")
         elif not tag.closing:
@@ -469,7 +471,7 @@ class Scanner:
         if not self.failed:
             writer.key(name)
         self._value = Value(name, BodyEnd(tag.plain, tag.exact, self._decode), tag.string, writer.write)
-        self._phase = _Phase.VALUE
+        self._phase = Phase.VALUE
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -486,17 +488,30 @@ class Scanner:
                 self._value_text(value, self._consume(hold))
             return False
         start, end = found
-        self._value_text(value, self._buffer[:start])
+        text, rest = self._buffer[:start], self._buffer
+        self._value_text(value, text)
+        if self.stop_string is None:
+            self._pass_held()
+        if self.stop_string is not None:
+            return False
+        self._buffer = rest
         self._consume(end)
         was_text = value.as_text
         if not value.finish():
             self._fail(f"the parameter {value.name!r} of {self._writer.name!r} is not complete JSON")
         self._note_text(value, was_text)
         self._value = None
-        self._phase = _Phase.TAGS
+        self._phase = Phase.TAGS
         return True
 
     def _value_text(self, value: Value, text: str) -> None:
+        # The syntax of JSON is no text, and clients get it without its white space.
+        self._feed_value(value, text if value.is_json else self._writing.cut(text))
+        self._end_at_stop()
+
+    def _feed_value(self, value: Value, text: str) -> None:
+        if not text:
+            return
         was_text = value.as_text
         if not value.feed(text):
             self._fail(f"the parameter {value.name!r} of {self._writer.name!r} is not JSON")
@@ -518,7 +533,7 @@ class Scanner:
             return False
         if tag and tag.word == "parameter" and not tag.closing and tag.plain == self._plain:
             self._value = None
-            self._phase = _Phase.TAGS
+            self._phase = Phase.TAGS
             if not self.failed:
                 self._writer.open_object()
         else:
@@ -539,7 +554,8 @@ class Scanner:
         self._problems.append(message)
         if not self._writer.begun:
             if self._hold and not self._plain:
-                self._phase = _Phase.HELD
+                self._pass_held()
+                self._phase = Phase.HELD
             else:
                 self._give_up(message)
             return
@@ -579,6 +595,6 @@ class Scanner:
         self._events.append(Problem(message, streamed=False))
         block = "".join(self._raw)
         self._raw = []
-        self._phase = _Phase.TEXT
+        self._phase = Phase.TEXT
         self._buffer = block + self._buffer
         self._pass_text(len(block))

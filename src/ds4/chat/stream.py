@@ -45,10 +45,12 @@ class StreamParser:
     Args:
         thinking: the prompt ended in `<think>`.
         tools: the active tools or their names. Without any, everything is text and leaves at once.
-        stops: strings that end the text; they are not looked for in reasoning.
+        stops: strings that end the answer where they occur in its text, or in a value that is a string. They are not
+            looked for in reasoning and tags.
         parallel: False stops after the first call.
         profile: the template profile, which says whether values are escaped.
         hold: wait at a block of which nothing has left when it shows that it cannot be read (see `malformed`).
+        forced: a block of calls has to come: white space alone is the begin of one, and no text.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StreamParser:
         parallel: bool = True,
         profile: str = "official",
         hold: bool = False,
+        forced: bool = False,
     ) -> None:
         self._scanner = Scanner(
             thinking,
@@ -68,6 +71,7 @@ class StreamParser:
             parallel=parallel,
             stops=StopFilter(stops) if any(stops) else None,
             hold=hold,
+            forced=forced,
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._finished = False

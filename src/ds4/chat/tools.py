@@ -111,7 +111,7 @@ def _read_tool(value: Any, where: str, schemas: list[ToolSchema]) -> None:
     function = value.get("function")
     if isinstance(function, Mapping):
         name, line = _name(function, f"{where}.function"), _line(function, where)
-        schemas.append(ToolSchema(name, line, kind=kind, strict=function.get("strict") is True))
+        schemas.append(ToolSchema(name, line, kind=kind, strict=_strict(function, f"{where}.function")))
     elif function is not None:
         raise RequestError(f"{where}.function must be an object")
     elif kind == "namespace":
@@ -126,7 +126,7 @@ def _read_tool(value: Any, where: str, schemas: list[ToolSchema]) -> None:
     else:
         # Cache marks move from tool to tool between turns; they tell the model nothing and would break every prefix.
         rest = {key: item for key, item in value.items() if key != "cache_control"}
-        strict = value.get("strict") is True
+        strict = _strict(value, where)
         schemas.append(ToolSchema(_name(value, where), _line(rest, where), kind=kind, strict=strict))
 
 
@@ -148,11 +148,18 @@ def _read_namespace(value: Mapping[str, Any], where: str, schemas: list[ToolSche
             "description": tool.get("description") or "",
             "parameters": _empty_parameters() if parameters is None else parameters,
         }
-        schemas.append(ToolSchema(name, _line(line, place), namespace, strict=tool.get("strict") is True))
+        schemas.append(ToolSchema(name, _line(line, place), namespace, strict=_strict(tool, place)))
 
 
 def _empty_parameters() -> dict[str, Any]:
     return {"type": "object", "properties": {}}
+
+
+def _strict(value: Mapping[str, Any], where: str) -> bool:
+    strict = value.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{where}.strict must be a boolean")
+    return strict is True
 
 
 def _name(value: Mapping[str, Any], where: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -20,13 +22,13 @@ from ds4.server.api.models import model_ids, model_list, model_object
 from ds4.server.api.registry import APIS
 from ds4.server.bodies import ClientGoneError, JsonResponse, parse_json, read_body
 from ds4.server.config import ServerConfig
-from ds4.server.constraints import SchemaError
+from ds4.server.constraints import GrammarsBusyError, SchemaError
 from ds4.server.constraints.grammar import OF_CONTENT
 from ds4.server.docs_page import HEADERS, page
 from ds4.server.edges import Edges, error_body
 from ds4.server.errors import ApiError, from_request_error
 from ds4.server.exchange import EventStream, Exchange
-from ds4.server.request import Failed
+from ds4.server.request import Failed, Prompt
 from ds4.server.worker import Worker
 
 _LONG_BODY = 256 << 10
@@ -129,9 +131,11 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         # Many requests at once wait for their prompts as well.
         latest = asyncio.get_running_loop().time() + config.first_byte_seconds
         try:
-            prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
+            prompt = await _prompt(request, worker, ask, latest)
             exchange = Exchange(request, worker, ask.request, prompt)
         except RequestError as error:
+            if isinstance(error, GrammarsBusyError):
+                worker.metrics.refused()
             raise _wire_error(error, api) from None
         writer = ask.answer(exchange.job.number)
         try:
@@ -147,13 +151,55 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         exchange.close()
         if isinstance(end, Failed):
             raise ApiError(end.status, end.message)
-        return JsonResponse(writer.whole(*end))
+        return JsonResponse(writer.whole(end))
 
     return answer
 
 
+async def _prompt(request: Request, worker: Worker, ask: Ask, latest: float) -> Prompt:
+    """The prompt of a request, with what its answer has to follow. A stream waits for that until a loop's time.
+
+    Raises:
+        RequestError: as `PromptBuilder.build`.
+        GrammarsBusyError: it takes too long, and goes on, so that the request may succeed later.
+        ClientGoneError: the client left while its grammar waited; it is not made then, unless others want it.
+    """
+    prompt, made = await asyncio.to_thread(worker.prompts.begin, ask.request)
+    if made is None:
+        return prompt
+    if made.done():
+        return replace(prompt, constraint=made.result())
+    loop = asyncio.get_running_loop()
+    constraint = asyncio.wrap_future(made)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        timeout = max(0.0, latest - loop.time()) if ask.stream else None
+        either: set[asyncio.Future[Any]] = {constraint, gone}
+        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        made.cancel()
+        raise
+    finally:
+        gone.cancel()
+    if constraint.done():
+        return replace(prompt, constraint=constraint.result())
+    if gone.done():
+        constraint.cancel()
+        raise ClientGoneError
+    # Nobody asks for its outcome any more.
+    constraint.add_done_callback(lambda done: done.cancelled() or done.exception())
+    raise GrammarsBusyError("the schema of this request is still being prepared; try again later")
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def _wire_error(error: RequestError, api: Api) -> ApiError:
     """What a client is told of an error in its prompt, or in a schema that its answer should follow."""
+    if isinstance(error, GrammarsBusyError):
+        return ApiError(429, str(error))
     if isinstance(error, SchemaError):
         field = api.format if str(error).startswith(OF_CONTENT) else "tools"
         return ApiError(400, f"{field}: {error}", param=field)
@@ -173,7 +219,7 @@ def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Req
 
     async def count_tokens(ask: Ask) -> int:
         try:
-            prompt = await asyncio.to_thread(worker.prompts.build, ask.request)
+            prompt = await asyncio.to_thread(worker.prompts.prompt, ask.request)
         except ContextOverflowError:
             return await asyncio.to_thread(worker.prompts.count, ask.request)
         effective = asyncio.wrap_future(worker.count(ask.request, prompt))

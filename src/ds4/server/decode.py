@@ -17,7 +17,7 @@ from ds4.engine import Sampler, Sampling, Session
 from ds4.engine.logprobs import Logprobs
 from ds4.engine.sampling import Choice
 from ds4.errors import RequestError
-from ds4.server.constraints import Constraint
+from ds4.server.constraints import Constraint, Enforcement
 from ds4.server.logprobs import TextLogprobs, TokenLogprob
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest
@@ -26,6 +26,8 @@ from ds4.tokenizer import Tokenizer
 
 MAX_EOS_MASKED = 64
 """How often the end of the sentence is refused inside a tool call; after that the call is closed as it is."""
+
+_END_THINK = b"</think>"
 
 
 class Chooser(Protocol):
@@ -164,12 +166,12 @@ class Generation:
         think_recovery: bool,
         trace: Trace,
         first: Earlier | None = None,
-        constraint: Constraint | None = None,
+        constraint: Enforcement | None = None,
         index: int = 0,
     ) -> None:
         """`opened`: the prompt's last token. `limit`: most tokens. `first`: the attempt that this one continues.
 
-        `constraint`: one by the rules of this answer. `index`: which of several answers this is.
+        `constraint`: what enforces the rules of this answer. `index`: which of several answers this is.
         """
         self.number, self.request, self.session = number, request, session
         self.fresh: list[int] = []
@@ -182,7 +184,7 @@ class Generation:
         self._profile = profile
         self._recovery = think_recovery and request.tools_active
         self._thinking = opened == tokenizer.think
-        self._constraint = constraint.again(self._thinking) if constraint else None
+        self._constraint = constraint.begin(self._thinking) if constraint else None
         self._tools = request.tools if request.tools_active else None
         self._first = first
         self._may_retry = first is None and self._tools is not None
@@ -193,6 +195,7 @@ class Generation:
             parallel=request.parallel_calls,
             profile=profile,
             hold=self._may_retry,
+            forced=request.forced or (request.content_schema is not None and request.tools_active),
         )
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
@@ -297,6 +300,10 @@ class Generation:
         self.reasoning += reasoned and self._state.in_reasoning
         if self._state.in_reasoning:
             self._logprobs.forget()
+        elif reasoned:
+            # The token that ends the reasoning may go on.
+            tail = b"".join(self._text[-len(_END_THINK) :])
+            self._logprobs.skip(tail.rpartition(_END_THINK)[2])
         return self._parser.push(piece)
 
     def _token_logprob(self, found: Logprobs) -> TokenLogprob:
@@ -327,6 +334,7 @@ class Generation:
         self.fresh += tokens
         self._text.append(END_THINK_INJECTION.encode())
         self._state.inject()
+        self._logprobs.skip(END_THINK_INJECTION.encode().rpartition(_END_THINK)[2])
         if self._constraint is not None:
             self._constraint.injected(tokens)
         self._chooser.count(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,22 @@ class TokenLogprob:
     top: tuple[tuple[bytes, float], ...] = ()
 
 
+class Places:
+    """Tells which character has the first byte of a token. Bytes that are none count as clients see them."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._taken = 0  # whole characters
+
+    def next(self, piece: bytes) -> int:
+        """The place of the next token."""
+        self._taken += len(self._decoder.decode(piece[:1]))
+        begun = self._decoder.getstate()[0] or not piece
+        place = self._taken if begun else self._taken - 1
+        self._taken += len(self._decoder.decode(piece[1:]))
+        return place
+
+
 class TextLogprobs:
     """Matches sampled tokens with the text that clients see of them, which may come later, or never.
 
@@ -35,24 +52,33 @@ class TextLogprobs:
         """`shown`: those of an attempt before this one."""
         self.shown = list(shown)
         self._waiting: deque[TokenLogprob] = deque()
-        self._ahead = 0  # bytes of text that the tokens so far have not accounted for; negative: they have more
+        self._places: deque[int] = deque()  # of those that wait
+        self._read = Places()
+        self._seen = 0  # characters of the events
         self._fresh: list[TokenLogprob] = []
 
     def add(self, token: TokenLogprob) -> None:
         """Take a sampled token that is not reasoning."""
         self._waiting.append(token)
+        self._places.append(self._read.next(token.piece))
+
+    def skip(self, piece: bytes) -> None:
+        """Take text that belongs to none of the tokens."""
+        self._read.next(piece)
 
     def forget(self) -> None:
         """What was taken and not shown is no text."""
         self._waiting.clear()
-        self._ahead = 0
+        self._places.clear()
+        self._read = Places()
+        self._seen = 0
 
     def follow(self, events: Sequence[Event]) -> None:
         """Take the events that the tokens so far completed."""
-        self._ahead += sum(len(event.text.encode()) for event in events if isinstance(event, TextDelta))
-        while self._waiting and self._ahead > 0:
+        self._seen += sum(len(event.text) for event in events if isinstance(event, TextDelta))
+        while self._waiting and self._places[0] < self._seen:
             token = self._waiting.popleft()
-            self._ahead -= len(token.piece)
+            self._places.popleft()
             self._fresh.append(token)
             self.shown.append(token)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -22,15 +22,25 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 _QUANTILES = (0.5, 0.9, 0.99)
 
 
+class Registry(CollectorRegistry):
+    """One without the times at which series were made, a line for each. The library leaves them out for all or none."""
+
+    def collect(self) -> Iterator[Metric]:
+        """What is exposed."""
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
 class Metrics:
-    """The numbers of one worker, in a registry of their own.
+    """The numbers of one worker, in a registry of their own. It keeps nothing of the requests that it is told of.
 
     The worker's thread counts, any thread may read. Numbers that are not counted but looked up, such as the length of
     the queue, are asked for when they are read.
     """
 
     def __init__(self, model: str, context: int, max_sessions: int) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = Registry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
@@ -56,7 +66,7 @@ class Metrics:
         self._kv = gauge("kv_bytes", "Bytes of live state; what forks share counts for each of them", "kind")
         self._kv_tokens = gauge("kv_tokens", "Evaluated tokens of the live conversations")
         self.completion_tokens = counter("completion_tokens", "Tokens that were sampled or injected into answers")
-        self._malformed_calls = counter("malformed_calls", "Tool calls that could not be read")
+        self.malformed_calls = counter("malformed_calls", "Tool calls that could not be read")
         self.stuck_steps = counter("stuck_steps", "Steps that were given up (--step-timeout)")
         self._queue_seconds = histogram("queue_seconds", "From a request's arrival to its admission")
         self._first_token_seconds = histogram(
@@ -110,42 +120,30 @@ class Metrics:
     def evaluated(self, running: Running) -> None:
         """A chunk of a prompt was evaluated."""
         self._evaluated.inc(running.evaluated)
-        if running.reused and not running.counted:
-            self._prompt.labels("live" if running.source == "live" else "checkpoint").inc(running.reused)
-        running.counted = True
+        if running.found:
+            self._prompt.labels("live" if running.source == "live" else "checkpoint").inc(running.found)
 
-    def begun(self, job: TimedJob, now: float) -> None:
-        """A request has its first token."""
-        job.first_token = now
-        self._first_token_seconds.observe(now - job.arrived)
+    def begun(self, seconds: float) -> None:
+        """A request has its first token, so long after its arrival."""
+        self._first_token_seconds.observe(seconds)
 
-    def malformed(self, running: Running) -> None:
-        """A call that cannot be read; once for each attempt."""
-        if not running.malformed:
-            running.malformed = True
-            self._malformed_calls.inc()
-
-    def answered(self, running: Running, reason: str, left: int, now: float) -> None:
-        """An answer ended, and so many others to its request have not yet."""
-        job, generation = running.job, running.generation
-        if reason != "length" and generation is not None and generation.unreadable:
-            self.malformed(running)
-        elif running.first is not None and not running.malformed:
+    def answered(self, running: Running, now: float) -> None:
+        """An answer ended."""
+        first_token, generation = running.job.first_token, running.generation
+        if running.first is not None and not running.malformed:
             self._recoveries.labels("second_attempt").inc()
-        if generation is not None:
-            if generation.recovered:
-                self._recoveries.labels("closed_reasoning").inc()
-            if job.first_token is not None and generation.completion > 1:
-                self._token_seconds.observe((now - job.first_token) / (generation.completion - 1))
-        if not left:
-            self.ended(job, "malformed" if reason == "error" else reason, now)
+        if generation is None:
+            return
+        if generation.recovered:
+            self._recoveries.labels("closed_reasoning").inc()
+        # Between two attempts a prompt is evaluated, and its tokens count as the answer's.
+        if first_token is not None and generation.completion > 1 and running.first is None:
+            self._token_seconds.observe((now - first_token) / (generation.completion - 1))
 
-    def ended(self, job: TimedJob, outcome: str, now: float) -> None:
-        """A request ended; what happens to its other answers does not count."""
-        if not job.counted:
-            job.counted = True
-            self._requests.labels(outcome).inc()
-            self._request_seconds.observe(now - job.arrived)
+    def ended(self, outcome: str, seconds: float) -> None:
+        """A request ended as a whole, so long after its arrival."""
+        self._requests.labels(outcome).inc()
+        self._request_seconds.observe(seconds)
 
     def refused(self) -> None:
         """A request was not taken, as too many wait or the server is shutting down."""
@@ -182,7 +180,7 @@ class Metrics:
 
 
 def _value(family: Metric) -> Any:
-    samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    samples = family.samples
     if family.type == "histogram":
         return _distribution(samples)
     if family.type == "info":

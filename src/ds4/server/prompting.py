@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from ds4.chat.effort import resolve
@@ -11,7 +13,7 @@ from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.chat.template import ASSISTANT, BOS, END_THINK, THINK, render
 from ds4.server.config import ServerConfig
-from ds4.server.constraints import ANY_OBJECT, Grammars
+from ds4.server.constraints import ANY_OBJECT, Enforcement, Grammars
 from ds4.server.encoding import Encoder
 from ds4.server.replay import ReplayMemory
 from ds4.server.request import ChatRequest, Prompt
@@ -44,15 +46,30 @@ class PromptBuilder:
     def build(self, request: ChatRequest) -> Prompt:
         """The prompt of a request, and what its answer has to follow.
 
-        Raises RequestError: ContextOverflowError if it does not fit, SchemaError for a schema that cannot be enforced.
+        Waits for the grammar. Raises as `begin`, and SchemaError.
         """
+        prompt, constraint = self.begin(request)
+        return prompt if constraint is None else replace(prompt, constraint=constraint.result())
+
+    def begin(self, request: ChatRequest) -> tuple[Prompt, Future[Enforcement] | None]:
+        """The prompt of a request, without its constraint, and that one, if there are rules.
+
+        Raises RequestError: ContextOverflowError if it does not fit, and as `Grammars.submit`.
+        """
+        prompt = self.prompt(request)
+        return prompt, self._grammars.submit(request.rules(self._config.template))
+
+    def prepare(self) -> None:
+        """Read what constraints need of the vocabulary, so that no request has to wait for that."""
+        self._grammars.prepare()
+
+    def prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a request, without its constraint. Raises ContextOverflowError if it does not fit."""
         replayed: Counter[str] = Counter()
         messages = self._messages(request, replayed)
         text = self._render(request, messages)
         ids = self._encoder.encode_prompt(self._trusted(text))
-        thinking = ids[-1:] == [self._tokenizer.think]
-        constraint = self._grammars.constraint(request.rules(self._config.template), thinking)
-        return Prompt(text, ids, self._tokenizer.key_bytes(ids), messages, replayed, constraint)
+        return Prompt(text, ids, self._tokenizer.key_bytes(ids), messages, replayed)
 
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of the prompt, whether it fits or not. Raises RequestError."""

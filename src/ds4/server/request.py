@@ -12,7 +12,7 @@ from ds4.chat.rendered import Rendered
 from ds4.chat.tools import ToolSchema
 from ds4.engine.sampling import Sampling
 from ds4.errors import RequestError
-from ds4.server.constraints import AnswerRules, Constraint, Schema
+from ds4.server.constraints import AnswerRules, Enforcement, Schema
 from ds4.server.logprobs import TokenLogprob
 
 
@@ -104,7 +104,7 @@ class Prompt:
         key: its key bytes (see `Tokenizer.key_bytes`).
         messages: what was rendered, with the sampled bytes of known calls; empty for a raw prompt.
         replay: how the assistant messages with calls were written (see `ReplayMemory.attach`): how many in each way.
-        constraint: what the answer has to follow, at its start, where it stays; None: nothing.
+        constraint: what enforces the rules that the answer has to follow; None: there are none.
     """
 
     text: Rendered
@@ -112,7 +112,7 @@ class Prompt:
     key: bytes
     messages: tuple[Message, ...] = ()
     replay: Mapping[str, int] = field(default_factory=dict)
-    constraint: Constraint | None = None
+    constraint: Enforcement | None = None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -13,7 +14,8 @@ from typing import Any, Generic, TypeVar
 from ds4.chat.message import Message
 from ds4.engine import FREE_TRUNCATION
 from ds4.engine.session import Prefill
-from ds4.server.continuation import Plan
+from ds4.server.config import ServerConfig
+from ds4.server.continuation import Plan, loses_reasoning
 from ds4.server.decode import Chooser, Ending, Generation
 from ds4.server.logprobs import TokenLogprob
 from ds4.server.recovery import Earlier
@@ -23,10 +25,15 @@ from ds4.server.trace import Trace
 from ds4.server.turns import Turn
 from ds4.tokenizer import Tokenizer
 
+log = logging.getLogger("ds4.server")
+
 Found = TypeVar("Found")
 
 _TURN_BOUNDARIES = 6
 """Turns of a prompt, counted from its end, that get a way back."""
+
+MOST_PASSED = 16
+"""Later requests that may be admitted before one that needs more places than are free."""
 
 _MIN_SYSTEM = 32
 """Tokens of a system region that is worth a way back of its own."""
@@ -37,20 +44,20 @@ class TimedJob(Job):
     """A job as the worker keeps it.
 
     Attributes:
-        deadline: the moment, on the worker's clock, at which it has taken too long.
-        ended: how many of its answers have ended well, and their tokens.
-        failed: its failure was delivered.
-        arrived, first_token: when it was submitted, and when its first token was there, on the worker's clock.
-        counted: it is among the requests that ended.
+        arrived, first_token, deadline: when it was submitted, when its first token was there, and when it has taken
+            too long, on the worker's clock.
+        ended, usage: how many of its answers have ended well, and their tokens.
+        outcome: how it ended as a whole; what happens to answers that are left does not change that.
+        closed: its last reply is out.
     """
 
+    arrived: float = 0.0
+    first_token: float | None = None
     deadline: float = inf
     ended: int = 0
     usage: Usage = Usage()  # noqa: RUF009  (frozen)
-    failed: bool = False
-    arrived: float = 0.0
-    first_token: float | None = None
-    counted: bool = False
+    outcome: str | None = None
+    closed: bool = False
 
     def end(self, usage: Usage) -> int:
         """One more answer has ended with these tokens; returns how many are left."""
@@ -61,6 +68,60 @@ class TimedJob(Job):
             reasoning=self.usage.reasoning + usage.reasoning,
         )
         return self.request.n - self.ended
+
+    def finish(self, outcome: str) -> bool:
+        """It ended as a whole; False if it had already."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        return True
+
+
+class WaitingLine:
+    """The requests that wait for places, in the order in which they came. Whoever changes it holds the lock for it.
+
+    The first one is admitted for which enough places are free. Who needs more of them is passed by later ones, but by
+    MOST_PASSED at most: from then on all wait until it has its places.
+    """
+
+    def __init__(self) -> None:
+        self._passed: dict[TimedJob, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._passed)
+
+    def __iter__(self) -> Iterator[TimedJob]:
+        return iter(list(self._passed))
+
+    def put(self, job: TimedJob) -> None:
+        """One more, at the end."""
+        self._passed[job] = 0
+
+    def take(self, free: int) -> TimedJob | None:
+        """Take out the one that is admitted to some of these places, if any is."""
+        ahead: list[TimedJob] = []
+        for job, passed in self._passed.items() if free > 0 else ():
+            if job.request.n <= free:
+                del self._passed[job]
+                self._passed.update({other: self._passed[other] + 1 for other in ahead})
+                return job
+            if passed >= MOST_PASSED:
+                return None
+            ahead.append(job)
+        return None
+
+    def take_gone(self, now: float) -> list[TimedJob]:
+        """Take out those whose clients left, or that have waited too long."""
+        gone = [job for job in self._passed if job.cancelled or job.deadline <= now]
+        for job in gone:
+            del self._passed[job]
+        return gone
+
+    def take_all(self) -> list[TimedJob]:
+        """Take out all."""
+        jobs = list(self._passed)
+        self._passed.clear()
+        return jobs
 
 
 class Question(Generic[Found]):
@@ -117,9 +178,9 @@ class Running:
         first, again: a second attempt continues this one, and its prompt is these tokens.
         prefill: the evaluation of `ids`, while it is under way.
         index: which of several answers this is, from 0.
-        counted, malformed: that a part of its prompt was reused was counted, and that a call in its present attempt
-            could not be read.
-        evaluated: how many tokens of `ids` the last `evaluate` has evaluated.
+        malformed: a call in its present attempt could not be read.
+        evaluated, found: how many tokens of `ids` the last `evaluate` has evaluated, and how many of its prompt it
+            found to be reused.
     """
 
     job: TimedJob
@@ -137,9 +198,9 @@ class Running:
     again: list[int] | None = None
     prefill: Prefill | None = None
     index: int = 0
-    counted: bool = False
     malformed: bool = False
     evaluated: int = 0
+    found: int = 0
 
     def fork(self, slot: Slot) -> Running:
         """A further answer to its prompt, which is evaluated."""
@@ -166,11 +227,36 @@ class Running:
         after = self.slot.session.recomputed
         # A step that starts over counts from 0 again.
         self.evaluated = after - before if after >= before else after
+        self.found = 0
         if self.reused is None:
-            self.reused = self.prefill.reused
+            self.reused = self.found = self.prefill.reused
         if complete:
             self.prefill = None
         return complete
+
+    def open(self, tokenizer: Tokenizer, limit: int, config: ServerConfig, trace: Trace) -> None:
+        """Its prompt is evaluated: begin an answer of at most `limit` tokens."""
+        self.answering = self.answering or time.monotonic()
+        self.generation = Generation(
+            self.job.number,
+            self.job.request,
+            self.slot.session,
+            self.chooser,
+            tokenizer,
+            opened=self.ids[-1],
+            limit=limit,
+            profile=config.template,
+            think_recovery=config.think_recovery,
+            trace=trace,
+            first=self.first,
+            constraint=self.job.prompt.constraint,
+            index=self.index,
+        )
+
+    def note_malformed(self) -> bool:
+        """A call in its present attempt cannot be read; False if that was known."""
+        known, self.malformed = self.malformed, True
+        return not known
 
     @property
     def usage(self) -> Usage:
@@ -197,8 +283,19 @@ def boundaries(ids: list[int], reused: int, tokenizer: Tokenizer) -> list[int]:
     return sorted({*first, *last, *turns[-_TURN_BOUNDARIES:]})
 
 
-def trace_prompt(trace: Trace, job: Job, chosen: Plan) -> None:
-    """Write what is evaluated for a request."""
+def note_prompt(trace: Trace, job: Job, chosen: Plan) -> None:
+    """Write what is evaluated for a request, to the log and the trace."""
+    if chosen.miss:
+        log.info("request %d live kv cache miss %s", job.number, chosen.miss)
+    if loses_reasoning(job.request, chosen):
+        log.warning(
+            "request %d goes on from what its history shows: the reasoning behind its calls is not live any more",
+            job.number,
+        )
+    log.info(
+        "request %d prompt start tokens=%d reused=%d source=%s %s",
+        job.number, len(chosen.ids), chosen.reused, chosen.source, chosen.detail,
+    )  # fmt: skip
     if trace.active:
         trace.write(
             job.number,
@@ -238,11 +335,16 @@ def turn_of(request: ChatRequest, reason: str, message: Message, whole: Message)
     return Turn((*request.messages[request.front :], message), request.response_id) if request.remembered else None
 
 
-def trace_end(trace: Trace, running: Running, reason: str, message: Message) -> None:
-    """Write what an answer was."""
+def note_end(trace: Trace, running: Running, reason: str, message: Message) -> None:
+    """Write what an answer was, to the log and the trace."""
+    number, usage = running.job.number, running.usage
+    speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
+    log.info(
+        "request %d finish=%s prompt=%d reused=%d completion=%d %.1f tokens/s",
+        number, reason, usage.prompt, usage.reused, usage.completion, speed,
+    )  # fmt: skip
     if not trace.active:
         return
-    number, usage = running.job.number, running.usage
     mark = {"choice": running.index} if running.job.request.n > 1 else {}
     trace.write(
         number,

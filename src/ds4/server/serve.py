@@ -49,6 +49,7 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
     with exit_at_interrupt():
         backend = load_backend(config)
     worker = Worker(backend, config, trace)
+    worker.prompts.prepare()
     server = GracefulServer(create_app(worker, config), worker)
     host, port = listener.getsockname()[:2]
     if not config.api_keys and not _is_loopback(host):

@@ -141,12 +141,15 @@ class Slot:
         session: its tokens and state.
         busy: a request is using it.
         used: when it was last used, on the clock of its table.
+        spare: it holds one of several answers to a prompt that another slot holds as well, and nothing says that it
+            will be continued.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.busy = False
         self.used = 0
+        self.spare = False
         self.anchors: list[Anchor] = []
         self._key = TokenKey(session.engine.tokenizer)
 
@@ -180,23 +183,32 @@ class Slot:
 
 
 class SlotTable:
-    """Up to `limit` slots; the least recently used one leaves for a new conversation, which `evicted` is told."""
+    """Up to `limit` slots; one leaves for a new conversation, which `evicted` is told.
+
+    That is a spare one if there is one, otherwise the least recently used one.
+    """
 
     def __init__(self, engine: Engine, limit: int, evicted: Callable[[], None] = lambda: None) -> None:
         self.engine, self.limit, self._evicted = engine, limit, evicted
         self.slots: list[Slot] = []
         self._clock = 0
 
-    def has_room(self, count: int = 1) -> bool:
-        """Whether so many answers more can get a slot now."""
-        return sum(slot.busy for slot in self.slots) + count <= self.limit
+    @property
+    def busy(self) -> int:
+        """How many are in use. Any thread may ask."""
+        return sum(slot.busy for slot in list(self.slots))
+
+    @property
+    def free(self) -> int:
+        """How many answers more can get a slot now."""
+        return self.limit - self.busy
 
     def fork(self, slot: Slot) -> Slot:
-        """A slot for another answer to what a busy one holds, now busy as well; there must be room for it."""
+        """A spare slot for another answer to what a busy one holds, now busy as well; there must be room for it."""
         other = slot.fork()
         self._make_room()
+        other.busy = other.spare = True
         self.slots.append(other)
-        other.busy = True
         self.touch(other)
         return other
 
@@ -212,7 +224,7 @@ class SlotTable:
             slot = Slot(self.engine.session()) if wanted is None else wanted.fork()
             self._make_room()
             self.slots.append(slot)
-        slot.busy = True
+        slot.busy, slot.spare = True, False
         self.touch(slot)
         return slot
 
@@ -237,4 +249,4 @@ class SlotTable:
         idle = [slot for slot in self.slots if not slot.busy]
         if len(self.slots) < self.limit or not idle:
             return None
-        return min(idle, key=lambda slot: slot.used)
+        return min(idle, key=lambda slot: (not slot.spare, slot.used))

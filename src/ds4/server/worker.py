@@ -1,16 +1,14 @@
 """The worker: the one thread that owns the engine and every session.
 
-Its loop: admit, evaluate one chunk of a prompt, run one step of all answers, send what they wrote, look for clients
-that left. A prompt therefore never holds up the answers, nor a cancellation, longer than one chunk, and chunks are
-short while answers are running.
+Its loop: look for clients that left, admit, evaluate one chunk of a prompt, run one step of all answers, send what they
+wrote. A prompt therefore never holds up the answers, nor a cancellation, longer than one chunk, and chunks are short
+while answers are running.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
@@ -21,7 +19,7 @@ from ds4.errors import Ds4Error, RequestError
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.constraints import SchemaError
-from ds4.server.continuation import Plan, bind_reply, loses_reasoning, plan
+from ds4.server.continuation import Plan, bind_reply, plan
 from ds4.server.decode import Ending, Generation
 from ds4.server.metrics import Metrics
 from ds4.server.prompting import PromptBuilder
@@ -45,10 +43,11 @@ from ds4.server.running import (
     Questions,
     Running,
     TimedJob,
+    WaitingLine,
     answer_of,
     boundaries,
-    trace_end,
-    trace_prompt,
+    note_end,
+    note_prompt,
     turn_of,
 )
 from ds4.server.slots import SlotTable
@@ -87,7 +86,8 @@ class Worker:
         self._prefilling: list[Running] = []
         self._decoding: list[Running] = []
         self._changed = threading.Condition()
-        self._waiting: deque[TimedJob] = deque()
+        self._waiting = WaitingLine()
+        self._between = 0
         self._questions = Questions()
         self._stopping = False
         self._started = False
@@ -120,8 +120,8 @@ class Worker:
             self._count += 1
             now = self._clock.now()
             limit = self.config.request_timeout or inf
-            job = TimedJob(self._count, request, prompt, deliver, deadline=now + limit, arrived=now)
-            self._waiting.append(job)
+            job = TimedJob(self._count, request, prompt, deliver, arrived=now, deadline=now + limit)
+            self._waiting.put(job)
             self._idle = False
             self._changed.notify_all()
         return job
@@ -162,9 +162,12 @@ class Worker:
 
     def status(self) -> dict[str, int]:
         """Numbers of waiting and running requests, of live sessions, and of steps that were given up, if there are."""
+        with self._changed:
+            waiting = len(self._waiting) + self._between
+        # Looked at in the order in which a request goes, so that none is missed.
         status = {
-            "waiting": len(self._waiting),
-            "running": len(self._prefilling) + len(self._decoding),
+            "waiting": waiting,
+            "running": self._slots.busy,
             "sessions": len(self._slots.slots),
         }
         return {**status, "stuck_steps": self._stuck_steps} if self._stuck_steps else status
@@ -209,8 +212,8 @@ class Worker:
             while self._wait_for_work():
                 try:
                     self._questions.settle()
+                    self._end_left()
                     self._admit()
-                    self._end_overdue()
                     self._prefill()
                     self._decode()
                 except Exception:
@@ -285,8 +288,7 @@ class Worker:
 
     def _take_waiting(self) -> list[TimedJob]:
         with self._changed:
-            jobs = list(self._waiting)
-            self._waiting.clear()
+            jobs = self._waiting.take_all()
             self._idle = True
             self._changed.notify_all()
         return jobs
@@ -299,36 +301,42 @@ class Worker:
         return plan(prompt, self._slots.slots, self.engine.tokenizer, self.prompts.encode, context, limit)
 
     def _admit(self) -> None:
-        while True:
-            with self._changed:
-                self._leave_queue()
-                promised = sum(running.due for running in self._prefilling)
-                if not self._waiting or not self._slots.has_room(self._waiting[0].request.n + promised):
-                    return
-                job = self._waiting.popleft()
+        while (job := self._next()) is not None:
             try:
                 self._start(job)
             except Exception as error:
                 log.exception("request %d could not be started", job.number)
                 self._refuse(job, 500, _text(error))
+            finally:
+                self._between = 0
 
-    def _leave_queue(self) -> None:
-        """Take out the waiting requests whose clients left, or that have waited too long."""
+    def _next(self) -> TimedJob | None:
+        """Take the request out of the queue that is admitted now; before it those that do not wait any more."""
         now = self._clock.now()
-        for job in [job for job in self._waiting if job.cancelled or job.deadline <= now]:
-            self._waiting.remove(job)
-            if job.cancelled:
-                self.trace.write(job.number, "cancel", phase="queue")
-                self.metrics.ended(job, "cancelled", now)
+        with self._changed:
+            gone = self._waiting.take_gone(now)
+            self._between = len(gone)
+        # Not while holding the lock: whoever submits a request would wait for the disk.
+        for left in gone:
+            if left.cancelled:
+                self.trace.write(left.number, "cancel", phase="queue")
+                self._ended_as(left, "cancelled")
             else:
-                self._refuse(job, 503, self._overdue("it waited"), "overdue")
+                self._refuse(left, 503, self._overdue("it waited"), "overdue")
+        with self._changed:
+            job = self._waiting.take(self._slots.free - sum(running.due for running in self._prefilling))
+            self._between = int(job is not None)
+        return job
 
-    def _end_overdue(self) -> None:
-        """End the running requests that take too long. What was computed stays."""
+    def _end_left(self) -> None:
+        """End the running requests whose clients left, or that take too long. What was computed stays."""
         now = self._clock.now()
         for running in [*self._prefilling, *self._decoding]:
-            if running.job.deadline <= now and not running.job.cancelled:
-                phase = "its prompt was read" if running in self._prefilling else "its answer was written"
+            reading = running in self._prefilling
+            if running.job.cancelled:
+                self._cancel(running, "prefill" if reading else "decode")
+            elif running.job.deadline <= now:
+                phase = "its prompt was read" if reading else "its answer was written"
                 message = self._overdue(phase) + "; what was computed stays, so the same request goes on from there"
                 log.info("request %d finish=error %s", running.job.number, message)
                 self._release(running)
@@ -340,29 +348,24 @@ class Worker:
 
     def _start(self, job: TimedJob) -> None:
         chosen = self._plan(job.request, job.prompt)
-        if chosen.miss:
-            log.info("request %d live kv cache miss %s", job.number, chosen.miss)
-        if loses_reasoning(job.request, chosen):
-            log.warning(
-                "request %d goes on from what its history shows: the reasoning behind its calls is not live any more",
-                job.number,
-            )
         slot = self._slots.take(chosen.slot, chosen.whole)
-        slot.keep(chosen.kept)
         try:
+            slot.keep(chosen.kept)
             chooser = self.backend.chooser(slot.session, job.request.sampling)
+            ways_back = boundaries(chosen.ids, chosen.reused, self.engine.tokenizer)
+            running = Running(job, slot, chosen, chooser, ways_back, chosen.source)
         except Exception:
             slot.busy = False
             raise
-        ways_back = boundaries(chosen.ids, chosen.reused, self.engine.tokenizer)
-        running = Running(job, slot, chosen, chooser, ways_back, chosen.source)
         self._prefilling.append(running)
-        log.info(
-            "request %d prompt start tokens=%d reused=%d source=%s %s",
-            job.number, len(chosen.ids), chosen.reused, chosen.source, chosen.detail,
-        )  # fmt: skip
-        trace_prompt(self.trace, job, chosen)
-        self.metrics.admitted(job, chosen, self._clock.now())
+        self._between = 0
+        try:
+            note_prompt(self.trace, job, chosen)
+            self.metrics.admitted(job, chosen, self._clock.now())
+        except Exception as error:
+            log.exception("request %d could not be started", job.number)
+            self._fail(running, 500, _text(error))
+            return
         self._deliver(job, Admitted(running.usage))
 
     def _prefill(self) -> None:
@@ -371,9 +374,6 @@ class Worker:
             return
         running = self._prefilling[0]
         job, session = running.job, running.slot.session
-        if job.cancelled:
-            self._cancel(running, "prefill")
-            return
         chunk = min(self.engine.prefill_chunk, _SHARED_CHUNK) if self._decoding else self.engine.prefill_chunk
         try:
             complete = self._watch.step(lambda: running.evaluate(chunk))
@@ -383,42 +383,31 @@ class Worker:
             return
         self.metrics.evaluated(running)
         log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.ids))
-        # Prompts take turns.
-        self._prefilling.append(self._prefilling.pop(0))
+        # Prompts take turns; in one go, as other threads look.
+        self._prefilling[:] = [*self._prefilling[1:], running]
         if complete:
             self._begin_answer(running)
 
     def _begin_answer(self, running: Running) -> None:
         """The prompt is evaluated: write the answer, and further ones from the same state."""
-        forks, last = [], running
-        for _ in range(running.due):
-            last = last.fork(self._slots.fork(running.slot))
-            forks.append(last)
+        answers, slots = [running], []
+        try:
+            for _ in range(running.due):
+                slots.append(self._slots.fork(running.slot))
+                answers.append(answers[-1].fork(slots[-1]))
+            for answer in answers:
+                limit = self._room(answer.job.request, len(answer.slot.session.tokens))
+                answer.open(self.engine.tokenizer, limit, self.config, self.trace)
+        except Exception as error:
+            log.exception("request %d: its answers could not begin", running.job.number)
+            for slot in slots:
+                self._slots.drop(slot)
+            self._fail(running, 500, _text(error))
+            return
+        if running.first is None:
+            log.info("request %d prompt done in %.2f s", running.job.number, running.answering - running.started)
+        self._decoding += answers
         self._prefilling.remove(running)
-        for answer in (running, *forks):
-            self._decoding.append(answer)
-            self._open(answer)
-
-    def _open(self, running: Running) -> None:
-        job, session = running.job, running.slot.session
-        running.answering = running.answering or time.monotonic()
-        running.generation = Generation(
-            job.number,
-            job.request,
-            session,
-            running.chooser,
-            self.engine.tokenizer,
-            opened=running.ids[-1],
-            limit=self._room(job.request, len(session.tokens)),
-            profile=self.config.template,
-            think_recovery=self.config.think_recovery,
-            trace=self.trace,
-            first=running.first,
-            constraint=job.prompt.constraint,
-            index=running.index,
-        )
-        if running.first is None and not running.index:
-            log.info("request %d prompt done in %.2f s", job.number, running.answering - running.started)
 
     def _room(self, request: ChatRequest, tokens: int) -> int:
         """Most tokens that may be sampled behind so many."""
@@ -438,10 +427,11 @@ class Worker:
                 events = self._watch.step(generation.step)
                 wrote += generation.completion - before
                 if running.job.first_token is None and generation.completion > before:
-                    self.metrics.begun(running.job, self._clock.now())
+                    running.job.first_token = self._clock.now()
+                    self.metrics.begun(running.job.first_token - running.job.arrived)
                 self._send(running, events)
                 if generation.malformed is not None:
-                    self.metrics.malformed(running)
+                    self.metrics.malformed_calls.inc(running.note_malformed())
                     if self._ask_again(running, generation):
                         continue
                     self._send(running, generation.give_up())
@@ -490,8 +480,8 @@ class Worker:
         self.metrics.completion_tokens.inc(len(injected) - 1)
         running.chooser = running.chooser.again(session)
         running.call_ids.clear()
-        self._decoding.remove(running)
         self._prefilling.append(running)
+        self._decoding.remove(running)
         return True
 
     # -- the end of a request -----------------------------------------------------------------------------------------
@@ -520,19 +510,24 @@ class Worker:
             turn = turn_of(job.request, ending.reason, message, whole)
             if turn is not None:
                 self.turns.put(turn)
+            if turn is not None or calls:
+                slot.spare = False
         except Exception:
             log.exception("request %d: its answer cannot be continued by its id", job.number)
-        usage = running.usage
-        speed = usage.completion / max(time.monotonic() - running.answering, 1e-9)
-        log.info(
-            "request %d finish=%s prompt=%d reused=%d completion=%d %.1f tokens/s",
-            job.number, ending.reason, usage.prompt, usage.reused, usage.completion, speed,
-        )  # fmt: skip
-        trace_end(self.trace, running, ending.reason, message)
-        left = job.end(usage)
-        self.metrics.answered(running, ending.reason, left, self._clock.now())
+        note_end(self.trace, running, ending.reason, message)
+        left = job.end(running.usage)
+        if ending.reason != "length" and running.generation is not None and running.generation.unreadable:
+            self.metrics.malformed_calls.inc(running.note_malformed())
+        self.metrics.answered(running, self._clock.now())
+        # A stream ends with calls that cannot be read, and with it the answers that are left.
+        broken = ending.reason == "error" and job.request.streamed
+        if broken or not left:
+            self._ended_as(job, "malformed" if ending.reason == "error" else ending.reason)
         done = Done(ending.reason, message, job.usage, ending.stop_string, whole, logprobs, running.index, left)
         self._deliver(job, done)
+        job.closed = broken or not left
+        if broken and left:
+            job.cancel()
         # The answer is out; what follows only makes the next one cheaper.
         try:
             if ending.bindable or (ending.reason == "tool_calls" and ending.stop_string is None):
@@ -546,7 +541,7 @@ class Worker:
     def _cancel(self, running: Running, phase: str) -> None:
         """The client left. What was computed stays: a repeated request goes on from there."""
         log.info("request %d finish=cancelled in %s", running.job.number, phase)
-        self.metrics.ended(running.job, "cancelled", self._clock.now())
+        self._ended_as(running.job, "cancelled")
         self.trace.write(running.job.number, "cancel", phase=phase)
         self._release(running)
 
@@ -563,13 +558,18 @@ class Worker:
 
     def _deliver_failure(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
-        if job.failed:
+        if job.closed:
             return
-        job.failed = True
-        self.metrics.ended(job, outcome, self._clock.now())
+        job.closed = True
+        self._ended_as(job, outcome)
         self._deliver(job, Failed(status, message))
         if job.request.n > 1:
             job.cancel()
+
+    def _ended_as(self, job: TimedJob, outcome: str) -> None:
+        """Count how a request ended as a whole, if it had not ended yet."""
+        if job.finish(outcome):
+            self.metrics.ended(outcome, self._clock.now() - job.arrived)
 
     def _refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
         """The failure of a request that holds nothing."""

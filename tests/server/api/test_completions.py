@@ -108,6 +108,7 @@ def test_all_that_is_read_reaches_the_request() -> None:
     [
         ({"prompt": None}, "prompt", "missing prompt"),
         ({"prompt": 3}, "prompt", "prompt: expected"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
         ({"prompt": []}, "prompt", "an array with one text"),
         ({"prompt": [{}]}, "prompt", "an array with one text"),
         ({"prompt": ["a", 1]}, "prompt", "an array with one text"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,8 +59,11 @@ class Answer(Protocol):
         """The frames of a failure after the first byte."""
         ...
 
-    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
-        """The body of an answer, or of several, that are not streamed. Raises ApiError if this is none."""
+    def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
+        """The body of the answers that are not streamed: as many as the request asks for, one where it cannot ask.
+
+        Raises ApiError if this is none.
+        """
         ...
 
 

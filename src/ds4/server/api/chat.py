@@ -23,7 +23,7 @@ from ds4.server.api.common import (
     stops_of,
     validate,
 )
-from ds4.server.api.demands import calls_of, format_of
+from ds4.server.api.demands import calls_of, check_names, format_of
 from ds4.server.api.token_logprobs import check_top, logprob_objects
 from ds4.server.bodies import frame
 from ds4.server.constraints import strict_names
@@ -55,7 +55,7 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         forced=calls.forced,
         callable=calls.names,
         strict=strict_names(tools, config.strict_tools),
-        content_schema=format_of(body.response_format, "response_format"),
+        content_schema=format_of(body.response_format, "response_format", nested=True),
         effort=effort,
         sampling=sampling_of(body, context.vocab),
         logprobs=_logprobs(body),
@@ -92,9 +92,11 @@ def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
         if tool.get("type", "function") != "function":
             raise refuse(f"tools[{i}]", f"a tool of type {tool['type']!r} has no answer here; use functions", "tools")
     try:
-        return tool_schemas(body.tools)
+        tools = tool_schemas(body.tools)
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
+    check_names(tools)
+    return tools
 
 
 def _message(value: Mapping[str, Any], index: int) -> Message:
@@ -168,10 +170,9 @@ class ChatAnswer:
         self._logprobs, self._count = request.logprobs is not None, request.n
         self._include_usage = include_usage
 
-    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        ends = (reply, *others)
-        usage = usage_object(max(ends, key=lambda end: -end.left).usage)
+    def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
+        """The body of the answers that are not streamed."""
+        usage = usage_object(min(ends, key=lambda end: end.left).usage)
         return {"object": "chat.completion", **self._base, "choices": [*map(self._choice, ends)], "usage": usage}
 
     def _choice(self, reply: Done) -> dict[str, Any]:

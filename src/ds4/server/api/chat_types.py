@@ -7,19 +7,19 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _whole(value: object) -> object:
-    """Numbers for whole-number fields: fractions are cut off, negative ones count as 0."""
-    if isinstance(value, float) and abs(value) < 2**63:
-        value = int(value)
-    return max(value, 0) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _truncated(value: object) -> object:
+    """Numbers for whole-number fields: fractions are cut off."""
     return int(value) if isinstance(value, float) and abs(value) < 2**63 else value
 
 
-Count = Annotated[int, BeforeValidator(_whole)]
-Truncated = Annotated[int, BeforeValidator(_truncated)]
+def _count(value: object) -> object:
+    """The same, and negative ones count as 0: some clients write -1 for "none"."""
+    value = _truncated(value)
+    return max(value, 0) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Whole = Annotated[int, BeforeValidator(_truncated)]
+Count = Annotated[int, BeforeValidator(_count)]
 
 
 class Body(BaseModel):
@@ -48,11 +48,11 @@ class OpenAIRequest(Body):
     top_p: float | None = None
     min_p: float | None = None
     top_k: Count | None = None
-    seed: Truncated | None = None
+    seed: Whole | None = None
     stream: bool | None = None
     thinking: bool | ThinkingOption | None = None
     think: bool | None = None
-    n: Truncated | None = None
+    n: Whole | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -72,7 +72,7 @@ class ChatCompletionRequest(OpenAIRequest):
     reasoning_effort: str | None = None
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: Truncated | None = None
+    top_logprobs: Whole | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     functions: list[Any] | None = None

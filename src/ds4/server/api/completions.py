@@ -75,6 +75,8 @@ def _check_supported(body: CompletionRequest) -> None:
         raise refuse("best_of", "all n answers are given")
     if body.echo:
         raise refuse("echo", "the answer is only what follows the prompt")
+    if body.response_format not in (None, {"type": "text"}):
+        raise refuse("response_format", "texts with a form are answers of /v1/chat/completions and /v1/responses")
     if body.suffix:
         raise refuse("suffix", "the model cannot fill a gap")
 
@@ -90,14 +92,17 @@ class CompletionAnswer:
     def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
         head = {"id": f"cmpl-{number}", "object": "text_completion", "created": int(time.time())}
         self._base = {**head, "model": request.model}
-        self._logprobs = [] if request.logprobs is None else [CompletionLogprobs() for _ in range(request.n)]
+        self._logprobs = (
+            [] if request.logprobs is None else [CompletionLogprobs(request.logprobs) for _ in range(request.n)]
+        )
         self._include_usage = include_usage
 
-    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        ends = (reply, *others)
-        choices = [self._choice(end.index, end.whole.text, end.reason, end.logprobs) for end in ends]
-        usage = usage_object(max(ends, key=lambda end: -end.left).usage)
+    def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
+        """The body of the answers that are not streamed."""
+        choices = [
+            self._choice(end.index, end.whole.text, end.reason, self._written(end.index, end.logprobs)) for end in ends
+        ]
+        usage = usage_object(min(ends, key=lambda end: end.left).usage)
         return {**self._base, "choices": choices, "usage": usage}
 
     def opened(self) -> bytes:
@@ -132,10 +137,13 @@ class CompletionAnswer:
 
     def _chunk(self, index: int, text: str, finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
         usage = {"usage": None} if self._include_usage else {}
-        return frame({**self._base, "choices": [self._choice(index, text, finish, tokens)], **usage})
+        told = self._written(index, tokens) if tokens else None
+        return frame({**self._base, "choices": [self._choice(index, text, finish, told)], **usage})
 
-    def _choice(self, index: int, text: str, finish: str | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        logprobs = self._logprobs[index].write(tokens) if self._logprobs else None
+    def _written(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._logprobs[index].write(tokens) if self._logprobs else None
+
+    def _choice(self, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ds4.server.api.chat_types import Count, OpenAIRequest, StreamOptions, Truncated
+from ds4.server.api.chat_types import Count, OpenAIRequest, StreamOptions, Whole
 
 
 class CompletionRequest(OpenAIRequest):
@@ -17,10 +17,11 @@ class CompletionRequest(OpenAIRequest):
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
-    n: Truncated | None = None
-    logprobs: bool | Truncated | None = None
+    n: Whole | None = None
+    logprobs: bool | Whole | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
-    best_of: Truncated | None = None
+    best_of: Whole | None = None
     echo: bool | None = None
     suffix: str | None = None
+    response_format: dict[str, Any] | None = None

@@ -52,8 +52,10 @@ def forced_calls(names: Collection[str] | None, tools: Sequence[ToolSchema], whe
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Calls:
     inner = choice.get("allowed_tools")
-    where = "tool_choice" if inner is None else "tool_choice.allowed_tools"
-    inner = choice if inner is None else inner
+    # Chat has them in an object of their own, Responses beside the type.
+    flat = inner is None and not choice.keys().isdisjoint(("mode", "tools"))
+    where = "tool_choice" if flat else "tool_choice.allowed_tools"
+    inner = choice if flat else inner
     if not isinstance(inner, Mapping):
         raise _wrong(f"{where}: expected an object")
     mode, listed = inner.get("mode"), inner.get("tools")
@@ -88,28 +90,46 @@ def _known(names: Collection[str], tools: Sequence[ToolSchema], where: str) -> f
     return frozenset(names)
 
 
+def check_names(tools: Sequence[ToolSchema]) -> None:
+    """Raises ApiError 400 for two functions of the same name: nobody would know which of them is called."""
+    names = [tool.name for tool in tools if tool.kind in ("function", "custom")]
+    for name in names:
+        if names.count(name) > 1:
+            raise ApiError(400, f"tools: there are {names.count(name)} of the name {name!r}", param="tools")
+
+
 def _wrong(message: str) -> ApiError:
     return ApiError(400, message, param="tool_choice")
 
 
-def format_of(value: Mapping[str, Any] | None, field: str, param: str | None = None) -> Schema | None:
+def format_of(
+    value: Mapping[str, Any] | None, field: str, param: str | None = None, nested: bool = False
+) -> Schema | None:
     """The schema that the text of an answer has to follow, from the field that gives its format; None: free text.
 
-    Raises ApiError 400.
+    `nested`: it should have its schema in an object of its own, as in chat. Raises ApiError 400.
     """
     param = param or field
-    kind = "text" if value is None else value.get("type", "text")
-    if value is None or kind == "text":
+    if value is None:
+        return None
+    kind = value.get("type")
+    if kind == "text":
         return None
     if kind == "json_object":
         return ANY_OBJECT
     if kind != "json_schema":
-        raise ApiError(400, f"{field}.type is {kind!r}; use text, json_object or json_schema", param=param)
+        said = f"is {kind!r}" if "type" in value else "is missing"
+        raise ApiError(400, f"{field}.type {said}; use text, json_object or json_schema", param=param)
     inner = value.get("json_schema")
-    if inner is not None:
+    if inner is not None or (nested and "schema" not in value):
         field += ".json_schema"
-    inner = value if inner is None else inner
-    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if not isinstance(inner, Mapping):
+            raise ApiError(400, f"{field}: expected an object", param=param)
+    else:
+        inner = value
+    if not isinstance(inner.get("strict"), bool | None):
+        raise ApiError(400, f"{field}.strict: expected a boolean", param=param)
+    schema = inner.get("schema")
     if not isinstance(schema, Mapping):
         raise ApiError(400, f"{field}.schema: expected an object", param=param)
     return schema

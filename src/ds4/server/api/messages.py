@@ -17,7 +17,7 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.common import check_effort, malformed, refuse, sampling_of, stops_of, thinking_of, validate
-from ds4.server.api.demands import Calls, forced_calls, format_of
+from ds4.server.api.demands import Calls, check_names, forced_calls, format_of
 from ds4.server.api.messages_types import MessagesRequest, ThinkingConfig, ToolChoice
 from ds4.server.api.results import ANTHROPIC_WORDS, complete_history
 from ds4.server.bodies import frame
@@ -132,9 +132,11 @@ def _format(body: MessagesRequest) -> Schema | None:
 
 def _tools(values: Sequence[Mapping[str, Any]]) -> tuple[ToolSchema, ...]:
     try:
-        return tool_schemas([_tool(value, f"tools[{i}]") for i, value in enumerate(values)])
+        tools = tool_schemas([_tool(value, f"tools[{i}]") for i, value in enumerate(values)])
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
+    check_names(tools)
+    return tools
 
 
 def _tool(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -343,8 +345,9 @@ class MessagesAnswer:
         self._open = ""  # the type of the open block
         self._visible = False  # there was more than thinking
 
-    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
+    def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+        (reply,) = ends
         answer = reply.whole
         if reply.reason == "error" and not (answer.text or answer.tool_calls):
             raise ApiError(500, malformed(reply).message)

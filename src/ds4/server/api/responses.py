@@ -12,7 +12,7 @@ from ds4.chat.tools import ToolSchema, tool_schemas
 from ds4.errors import RequestError
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.common import check_effort, malformed, openai_thinking, refuse, sampling_of, validate
-from ds4.server.api.demands import calls_of, format_of
+from ds4.server.api.demands import calls_of, check_names, format_of
 from ds4.server.api.responses_input import found_tools, read_input
 from ds4.server.api.responses_output import OutputWriter, WireEvent, new_id
 from ds4.server.api.responses_types import ReasoningOption, ResponsesRequest
@@ -40,7 +40,9 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
     front = (Message(role="system", content=body.instructions),) if body.instructions else ()
     messages = (*front, *earlier, *given.messages)
     messages = complete_history(messages, len(front), context.turns, RESPONSES_WORDS)
-    tools = _with_found(_tools(body.tools, "tools"), given.tools, messages[: len(messages) - len(given.messages)])
+    own = _tools(body.tools, "tools")
+    check_names(own)
+    tools = _with_found(own, given.tools, messages[: len(messages) - len(given.messages)])
     calls = calls_of(body.tool_choice, tools)
     reasoning = body.reasoning or ReasoningOption()
     effort = check_effort(reasoning.effort, config, "reasoning.effort")
@@ -83,7 +85,7 @@ def _check_supported(body: ResponsesRequest) -> None:
 def _format(body: ResponsesRequest) -> Schema | None:
     """The schema of the text; clients of chat's habits write the field as there."""
     given = format_of(body.text.format if body.text else None, "text.format")
-    return format_of(body.response_format, "response_format") if given is None else given
+    return format_of(body.response_format, "response_format", nested=True) if given is None else given
 
 
 def _logprobs(body: ResponsesRequest) -> int | None:
@@ -195,8 +197,9 @@ class ResponsesAnswer:
         self._writer = OutputWriter(tools, reasoning_shown)
         self._sequence = 0
 
-    def whole(self, reply: Done, *others: Done) -> dict[str, Any]:
+    def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
         """The body of an answer that is not streamed: the same items as a stream has."""
+        (reply,) = ends
         answer = reply.whole
         # Calls that cannot be read are text here, and text is a normal end.
         unreadable = reply.reason == "error" and answer.text != reply.message.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds4.server.api.chat_types import Body, Count, OpenAIRequest, Truncated
+from ds4.server.api.chat_types import Body, Count, OpenAIRequest, Whole
 
 
 class ReasoningOption(Body):
@@ -44,7 +44,7 @@ class ResponsesRequest(OpenAIRequest):
     text: TextOption | None = None
     include: Any = None
     logprobs: bool | None = None
-    top_logprobs: Truncated | None = None
+    top_logprobs: Whole | None = None
 
     # Read only to refuse what cannot be done: an answer without it would not be what was asked for.
     background: bool | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from ds4.engine.logprobs import MAX_TOP
 from ds4.server.errors import ApiError
-from ds4.server.logprobs import TokenLogprob
+from ds4.server.logprobs import Places, TokenLogprob
 
 
 def check_top(value: int | None, field: str) -> int:
@@ -42,22 +41,20 @@ def without_bytes(objects: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 class CompletionLogprobs:
     """Tokens as completions write them, with their places in the whole text."""
 
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+    def __init__(self, top: int) -> None:
+        """`top`: how many alternatives each token comes with."""
+        self._top = top
+        self._places = Places()
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The object for the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.piece))
+        tops = [{_text(piece): logprob for piece, logprob in reversed(token.top)} for token in tokens]
         return {
             "tokens": [_text(token.piece) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             # Of tokens that look alike the most probable one counts.
-            "top_logprobs": [{_text(piece): logprob for piece, logprob in reversed(token.top)} for token in tokens],
-            "text_offset": offsets,
+            "top_logprobs": tops if self._top else None,
+            "text_offset": [self._places.next(token.piece) for token in tokens],
         }
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 import numpy as np
@@ -18,14 +16,9 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from ds4.server.constraints.grammar import answer_grammar, parts
 from ds4.server.constraints.rules import AnswerRules, SchemaError
 from ds4.server.constraints.spelling import Spelling
 from ds4.server.constraints.vocabulary import Vocabulary, plain_error
-from ds4.tokenizer import Tokenizer
-
-_CACHED = 32
-"""Grammars that are kept: an agent sends the same tools with every turn."""
 
 _THINK = b"<think>"
 # Behind this the marker token would make a tag that is not spelled as it should be.
@@ -33,56 +26,16 @@ _MISSPELT = re.compile(b"<(?:\\||%s){1,2}\\Z" % "｜".encode())
 _TAIL = 8
 
 
-class Grammars:
-    """Makes constraints for one vocabulary; may be used from several threads.
+class Enforcement:
+    """Rules with their compiled grammar. Each answer gets a constraint of its own from it."""
 
-    Args:
-        tokenizer: the model's.
-        size: number of logits, if that is more than the tokenizer has ids.
-    """
+    def __init__(self, vocabulary: Vocabulary, template: LLMatcher | None, rules: AnswerRules) -> None:
+        """`template`: at the start of the rules' grammar, and staying there; None: no tool may be called."""
+        self._vocabulary, self._template, self._rules = vocabulary, template, rules
 
-    def __init__(self, tokenizer: Tokenizer, size: int | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._size = max(size or 0, tokenizer.vocab_size)
-        self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._templates: OrderedDict[Hashable, LLMatcher] = OrderedDict()
-
-    def constraint(self, rules: AnswerRules, thinking: bool) -> Constraint | None:
-        """The constraint of an answer; `thinking`: it begins inside the reasoning. None if everything is allowed.
-
-        Takes some milliseconds, and for the largest schemas about a second; rules that were seen before take less.
-        Raises SchemaError if the rules cannot be enforced; it says which part.
-        """
-        if not rules.restrictive:
-            return None
-        with self._lock:
-            # Reading a whole vocabulary takes a while: only once somebody needs it.
-            vocabulary = self._vocabulary or Vocabulary(self._tokenizer, self._size)
-            self._vocabulary = vocabulary
-            template = self._template(rules, vocabulary) if rules.demanding or rules.callable else None
-        return Constraint(vocabulary, template, rules, thinking)
-
-    def _template(self, rules: AnswerRules, vocabulary: Vocabulary) -> LLMatcher:
-        key = rules.key()
-        matcher = self._templates.pop(key, None)
-        if matcher is None:
-            matcher, problem = vocabulary.matcher(answer_grammar(rules, self._tokenizer.dsml))
-            if problem:
-                raise _explained(rules, problem, vocabulary)
-        self._templates[key] = matcher
-        if len(self._templates) > _CACHED:
-            self._templates.popitem(last=False)
-        return matcher
-
-
-def _explained(rules: AnswerRules, problem: str, vocabulary: Vocabulary) -> SchemaError:
-    """The error that says which part of the rules is to blame."""
-    for where, grammar in parts(rules, vocabulary.tokenizer.dsml):
-        found = vocabulary.matcher(grammar)[1]
-        if found:
-            return SchemaError(f"{where} cannot be enforced: {found}")
-    return SchemaError(f"the schemas of this request cannot be enforced together: {problem}")
+    def begin(self, thinking: bool) -> Constraint:
+        """The constraint of an answer; `thinking`: it begins inside the reasoning. Takes 0.1 to 5 ms."""
+        return Constraint(self._vocabulary, self._template, self._rules, thinking)
 
 
 class _Phase(Enum):
@@ -100,6 +53,7 @@ class Constraint:
         self._vocabulary, self._template, self._rules = vocabulary, template, rules
         self._matcher = None if template is None else template.deep_copy()
         self._words = np.zeros(vocabulary.words, np.int32)
+        self._masked = False  # the words are the mask of the grammar's present place
         self._recovered = False
         self._start: bytes | None = None if thinking else b""  # all of the text, as long as it may be `<think>`
         self._tail = b""  # the end of the text since the last special token
@@ -124,6 +78,7 @@ class Constraint:
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             if self._matcher.is_error():
                 raise _stuck(plain_error(self._matcher))
+            self._masked = True
         elif self._forbidden or forbidden:
             self._words.fill(-1)
         else:
@@ -149,7 +104,10 @@ class Constraint:
         return bool(self._matcher.validate_tokens([token]) == 1)
 
     def advance(self, token: int) -> bool:
-        """Take the next token. Returns False if it was not allowed; that ends the constraint."""
+        """Take the next token. Returns False if it was not allowed; that ends the constraint.
+
+        Raises SchemaError if it was allowed and there is no way on: going on without the constraint would be worse.
+        """
         tokenizer = self._vocabulary.tokenizer
         if token == tokenizer.eos:
             return self.allows(token)
@@ -173,9 +131,15 @@ class Constraint:
         return True
 
     def injected(self, tokens: Iterable[int]) -> bool:
-        """Take tokens that the server put into the answer to close its reasoning. Returns False as `advance`."""
+        """Take tokens that the server put into the answer to close its reasoning. Returns and raises as `advance`."""
         self._recovered = True
-        return all(self.advance(token) for token in tokens)
+        for token in tokens:
+            if not self.advance(token):
+                return False
+            if token == self._vocabulary.tokenizer.end_think and self._phase is _Phase.GRAMMAR and self._rules.either:
+                # Only behind this mark the grammar has the white space that the server writes itself.
+                self._consume([token])
+        return True
 
     @property
     def done(self) -> bool:
@@ -187,10 +151,6 @@ class Constraint:
     def broken(self) -> bool:
         """Whether the answer has left the constraint; nothing is forbidden any more."""
         return self._phase is _Phase.OFF
-
-    def again(self, thinking: bool) -> Constraint:
-        """Another constraint by the same rules, at the start of an answer; costs some 0.1 ms."""
-        return Constraint(self._vocabulary, self._template, self._rules, thinking)
 
     def fork(self) -> Constraint:
         """An independent constraint at the same place."""
@@ -248,6 +208,8 @@ class Constraint:
             forbidden.update(spelling.completing(begun))
         if self._phase is _Phase.REASONING and self._rules.demanding:
             forbidden.add(self._vocabulary.tokenizer.eos)
+        if self._phase is _Phase.GRAMMAR:
+            forbidden.add(self._vocabulary.tokenizer.end_think)  # see `injected`
         if self._phase is _Phase.FREE and (
             _MISSPELT.search(self._tail) or (self._matcher is None and self._tail.endswith(b"<"))
         ):
@@ -256,8 +218,16 @@ class Constraint:
 
     def _consume(self, tokens: Sequence[int] | None) -> bool:
         """Go on in the grammar; None: with something that it does not allow."""
-        if tokens is not None and self._matcher is not None and self._matcher.consume_tokens(list(tokens)):
-            return True
+        masked, self._masked = self._masked, False
+        if tokens is not None and self._matcher is not None:
+            if masked:
+                allowed = all(int(self._words[token // 32]) >> token % 32 & 1 for token in tokens)
+            else:
+                allowed = self._matcher.is_error() or self._matcher.validate_tokens(list(tokens)) == len(tokens)
+            if self._matcher.consume_tokens(list(tokens)):
+                return True
+            if allowed:
+                raise _stuck(plain_error(self._matcher))
         self._phase, self._spellings, self._begun, self._forbidden = _Phase.OFF, (), [], set()
         return False
 

@@ -8,7 +8,8 @@ choose their own, and what they were trained on beats the order in which somebod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ds4.chat.dsml import parse
@@ -42,49 +43,77 @@ _REFUSED = (
 )  # fmt: skip
 
 
-def answer_grammar(rules: AnswerRules, dsml: int) -> str:
+@dataclass(frozen=True)
+class Part:
+    """What one place of the schemas became.
+
+    Attributes:
+        where: the place, for errors.
+        rule: the name of its rule.
+        lines: the rule and what it needs.
+    """
+
+    where: str
+    rule: str
+    lines: Sequence[str]
+
+
+class Parts:
+    """The parts of a grammar, in their order."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self._size = 0
+
+    def add(self, where: str, rule: str, lines: Sequence[str]) -> Sequence[str]:
+        """Add a part; returns its lines. Raises SchemaError if that is too much."""
+        self._size += sum(map(len, lines))
+        if self._size > MAX_GRAMMAR:
+            raise SchemaError("the schema is too large")
+        self.all.append(Part(where, rule, lines))
+        return lines
+
+
+def grammar_of(parts: Sequence[Part]) -> str:
+    """A grammar that is correct if each of these is."""
+    lines = [line for part in parts for line in part.lines]
+    return "\n".join([f"start: {' | '.join(part.rule for part in parts)}", *lines, ""])
+
+
+def answer_grammar(rules: AnswerRules, dsml: int, end_think: int) -> tuple[str, Sequence[Part]]:
     """The grammar of the text behind the reasoning (of an optional block of calls: of the block alone).
+
+    With it come its parts, to find out which of the schemas is to blame if the grammar does not work.
 
     Args:
         rules: what the answer has to be; they must be restrictive.
         dsml: the id of the marker token.
+        end_think: the id of the token that ends the reasoning. It is a part of what follows where the server has closed
+            the reasoning with white space behind it, and only there: a text has none before it.
 
     Raises:
         SchemaError: a schema cannot be enforced, or a name cannot be written.
     """
-    starts, lines = [], []
+    starts, lines = [], list[str]()
+    parts = Parts()
     tools = rules.callable
     if rules.calls == "required" and not tools:
         raise SchemaError("a tool call is required, but no tool may be called")
     if tools:
         starts.append("block")
-        lines += _block(rules, tools, f"<[{dsml}]>")
+        lines += _block(rules, tools, f"<[{dsml}]>", parts)
     if rules.content is not None and rules.calls != "required":
-        # The line breaks are what the server itself writes when it closes the reasoning.
-        starts.append(r'"\n\n"? content')
+        if rules.either:
+            starts = [*starts, *(f"<[{end_think}]> {start}" for start in starts), rf'<[{end_think}]> "\n\n" content']
+        starts.append("content")
         try:
-            lines.append(f"content: {_json(Document(rules.content).root)}")
+            document = Document(rules.content)
+            document.check(document.root)
+            document.check_ends()
+            lines += parts.add(OF_CONTENT, "content", [f"content: {_json(document.root)}"])
         except SchemaError as error:
             raise SchemaError(f"{OF_CONTENT} cannot be enforced: {error}") from None
-    return "\n".join([f"start: {' | '.join(starts)}", *lines, ""])
-
-
-def parts(rules: AnswerRules, dsml: int) -> Iterator[tuple[str, str]]:
-    """The schemas of the rules one by one, to find out which is to blame: what it is, and its own grammar."""
-    if rules.content is not None and rules.calls != "required":
-        yield OF_CONTENT, f"start: {_json(Document(rules.content).root)}\n"
-    for tool in rules.callable:
-        if tool.name not in rules.strict:
-            continue
-        given = parameters(tool)
-        for name in given.get("properties", {}) if isinstance(given, Mapping) else ():
-            document = Document(given)
-            properties = document.root["properties"] if isinstance(document.root, Mapping) else {}
-            made = _property("", properties[name], document, "p", rules.profile)
-            if made is not None:
-                text, json_rule, lines = made
-                rule = _parameter('"x"', text, json_rule, f"<[{dsml}]>")
-                yield f"the property {name!r} of the tool {tool.name!r}", "\n".join([f"start: {rule}", *lines, ""])
+    return "\n".join([f"start: {' | '.join(starts)}", *lines, ""]), parts.all
 
 
 def _json(schema: Schema) -> str:
@@ -96,7 +125,7 @@ def _json(schema: Schema) -> str:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _block(rules: AnswerRules, tools: Sequence[ToolSchema], mark: str) -> list[str]:
+def _block(rules: AnswerRules, tools: Sequence[ToolSchema], mark: str, parts: Parts) -> list[str]:
     calls = "call+" if rules.several else "call"
     lines = [
         rf'block: "\n\n<" {mark} "tool_calls>\n" {calls} "</" {mark} "tool_calls>"',
@@ -106,7 +135,7 @@ def _block(rules: AnswerRules, tools: Sequence[ToolSchema], mark: str) -> list[s
     for i, tool in enumerate(tools):
         arguments, more = _OPEN, list[str]()
         if tool.name in rules.strict:
-            arguments, more = strict_arguments(tool, mark, f"t{i}", rules.profile)
+            arguments, more = strict_arguments(tool, mark, f"t{i}", rules.profile, parts)
         free = free or arguments == _OPEN
         head = literal(f'invoke name="{_written(tool.name, "tool", rules.profile)}">\n')
         lines += [rf'call_{i}: "<" {mark} {head} {arguments} "</" {mark} "invoke>\n"', *more]
@@ -160,45 +189,43 @@ def _is_utf8(text: str) -> bool:
 # ---- arguments by their schema --------------------------------------------------------------------------------------
 
 
-def strict_arguments(tool: ToolSchema, mark: str, prefix: str, profile: str) -> tuple[str, list[str]]:
+def strict_arguments(tool: ToolSchema, mark: str, prefix: str, profile: str, parts: Parts) -> tuple[str, list[str]]:
     """The rule for the parameters of a strict tool, and the lines that define it; names begin with `prefix`.
 
-    Raises SchemaError that names the tool and the property.
+    Its parts are added to `parts`. Raises SchemaError that names the tool and the property.
     """
     given = parameters(tool)
     if given is None:
         return _OPEN, []
     try:
-        return _strict(given, mark, prefix, profile)
+        return _strict(given, mark, prefix, profile, parts, f"of the tool {tool.name!r}")
     except SchemaError as error:
         raise SchemaError(f"the arguments of the tool {tool.name!r} cannot be enforced: {error}") from None
 
 
-def _strict(given: Schema, mark: str, prefix: str, profile: str) -> tuple[str, list[str]]:
+def _strict(given: Schema, mark: str, prefix: str, profile: str, parts: Parts, of_tool: str) -> tuple[str, list[str]]:
     document = Document(given)
     schema = _object(document)
     properties: Mapping[str, Any] = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise SchemaError("required must be a list of names")
+    needed = frozenset(required)
     extra = schema.get("additionalProperties", False)
     described = {**dict.fromkeys(required, extra), **properties}
 
     lines: list[str] = []
     rules: list[tuple[str, bool]] = []
-    size = 0
     for i, (name, part) in enumerate(described.items()):
         made = _property(f"property {name!r}", part, document, f"{prefix}_{i}", profile)
         if made is not None:
             text, json_rule, more = made
             rule = f"{prefix}_{i}"
             literal_name = literal(_written(name, "parameter", profile))
-            lines += [f"{rule}: {_parameter(literal_name, text, json_rule, mark)}", *more]
-            rules.append((rule, name in required))
-            size += sum(map(len, more))
-            if size > MAX_GRAMMAR:
-                raise SchemaError("the schema is too large")
-        elif name in required:
+            more = [f"{rule}: {_parameter(literal_name, text, json_rule, mark)}", *more]
+            lines += parts.add(f"the property {name!r} {of_tool}", rule, more)
+            rules.append((rule, name in needed))
+        elif name in needed:
             raise SchemaError(f"the required property {name!r} can have no value")
     others = None
     if extra is not False:
@@ -206,8 +233,10 @@ def _strict(given: Schema, mark: str, prefix: str, profile: str) -> tuple[str, l
         if made is not None:
             text, json_rule, more = made
             others = f"{prefix}_x"
-            lines += [f"{others}: {_parameter(f'{prefix.upper()}_NAME', text, json_rule, mark)}", *more]
-            lines.append(f"{prefix.upper()}_NAME: {_other_names(described)}")
+            more = [f"{others}: {_parameter(f'{prefix.upper()}_NAME', text, json_rule, mark)}", *more]
+            more.append(f"{prefix.upper()}_NAME: {_other_names(described)}")
+            lines += parts.add(f"additionalProperties {of_tool}", others, more)
+    document.check_ends()
     return f"{prefix}_args", _parameters(rules, others, prefix) + lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,8 +19,16 @@ ANY_OBJECT: Schema = MappingProxyType({"type": "object"})
 """What `response_format: json_object` asks for."""
 
 
+_TOOL_SIZE = 100
+"""Bytes that a tool without a schema counts for."""
+
+
 class SchemaError(RequestError):
     """A schema that cannot be enforced."""
+
+
+class GrammarsBusyError(RequestError):
+    """As many schemas are being prepared as may be at a time; the request may succeed later."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class AnswerRules:
         return self.calls == "required" or self.content is not None
 
     @property
+    def either(self) -> bool:
+        """Whether the answer may be calls or a text with a form."""
+        return self.calls == "allowed" and self.content is not None
+
+    @property
     def restrictive(self) -> bool:
         """Whether anything is forbidden at all; if not, no constraint is needed."""
         tools = self.callable
@@ -66,9 +80,20 @@ class AnswerRules:
 
     def key(self) -> Hashable:
         """Equal for rules that have the same grammar. Raises SchemaError if the content's schema is not JSON."""
-        # The order of properties counts.
-        text = "" if self.content is None else schema_text(self.content)
-        return self.calls, tuple(self.tools), self.names, self.several, self.strict, text, self.profile
+        # The order of properties counts. Of tools that are not strict only the name is in the grammar.
+        tools = tuple((tool.name, tool.kind, tool.schema if tool.name in self.strict else "") for tool in self.callable)
+        return self.calls, tools, self.strict_tools, self.several, self._content_text, self.profile
+
+    @property
+    def size(self) -> int:
+        """Bytes of what the grammar is made from, roughly. Raises SchemaError if the content's schema is not JSON."""
+        tools = self.callable
+        strict = sum(len(tool.schema) for tool in tools if tool.name in self.strict)
+        return len(self._content_text) + strict + sum(_TOOL_SIZE + len(tool.name) for tool in tools)
+
+    @cached_property
+    def _content_text(self) -> str:
+        return "" if self.content is None else schema_text(self.content)
 
     @property
     def strict_tools(self) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ds4.chat.tags import PARAMETER_END
@@ -11,6 +12,9 @@ from ds4.server.constraints.rules import Schema, SchemaError
 
 MAX_DEPTH = 64
 """Levels of schemas inside schemas."""
+
+MAX_PARTS = 2000
+"""Schemas inside one schema (properties, elements, alternatives): what they cost grows faster than their number."""
 
 MAX_REFERENCES = 1000
 """References that are followed in one schema: one may lead to two, these to four, and so on."""
@@ -20,9 +24,13 @@ FORMATS = frozenset(
 )  # fmt: skip
 """Formats that are enforced. Any other one is a remark to the reader, as the standard has it."""
 
+MAX_OPTIONAL = 1000
+"""Properties of one object that need not come: at each place any of them may be the next."""
+
 MAX_COUNTED = 5000
 """Limits of a string's length beyond this are not enforced: a place in a grammar that counts costs memory."""
 
+_MOST_PASSES = 50
 _REMARKS = frozenset(
     {
         "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "nullable",
@@ -35,6 +43,13 @@ _SINGLE = frozenset(
     {
         "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
         "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+_UNSUPPORTED = frozenset(
+    {
+        "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
+        "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties",
+        "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
     }
 )  # fmt: skip
 _INERT = _REMARKS | {"$defs", "definitions", "$schema"}
@@ -80,7 +95,7 @@ def cleaned(schema: Any, where: str = "", *, close: bool = True, depth: int = 0)
             result[key] = _shallow(value, where)
     properties = result.get("properties")
     if properties and close and not combined and "additionalProperties" not in result:
-        required = result.get("required", ())
+        required = result.get("required", [])
         if isinstance(required, list) and all(name in properties for name in required):
             result["additionalProperties"] = False
     return result
@@ -137,6 +152,43 @@ def _intersects(schema: Schema) -> bool:
     return _anywhere(schema, lambda part: "allOf" in part or ("$ref" in part and not part.keys() <= _INERT | {"$ref"}))
 
 
+def _inner(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The schemas right inside a cleaned one, each with the steps of a JSON pointer to it."""
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        if key in _MAPS:
+            yield from ((f"/{key}/{_step(name)}", part) for name, part in value.items())
+        elif key in _LISTS or (key == "items" and isinstance(value, list)):
+            yield from ((f"/{key}/{i}", part) for i, part in enumerate(value))
+        elif key in _SINGLE:
+            yield f"/{key}", value
+
+
+def _step(name: str) -> str:
+    """A name as a step of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _no_text(value: Any, at: str = "#") -> str | None:
+    """Where a value has half a surrogate pair, which cannot be written in UTF-8."""
+    if isinstance(value, str):
+        return at if any("\ud800" <= char <= "\udfff" for char in value) else None
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found = at if isinstance(key, str) and _no_text(key) else _no_text(item, f"{at}/{_step(str(key))}")
+        if found:
+            return found
+    return None
+
+
+def _count(schema: Schema) -> int:
+    """How many schemas a cleaned one is made of."""
+    found, rest = 0, [schema]
+    while rest:
+        found += 1
+        rest += [part for _, part in _inner(rest.pop())]
+    return found
+
+
 class Document:
     """A whole schema, cleaned, whose parts may refer to one another.
 
@@ -147,7 +199,15 @@ class Document:
     def __init__(self, schema: Any) -> None:
         """Raises SchemaError as `cleaned`."""
         self._followed = 0
+        self._checked: set[str] = set()
         self.root = cleaned(schema)
+        parts = _count(self.root)
+        if parts > MAX_PARTS:
+            raise SchemaError(
+                f"it has {parts} parts (properties, elements, ...), and at most {MAX_PARTS} are supported"
+            )
+        if where := _no_text(self.root):
+            raise SchemaError(f"{where} has half of a surrogate pair, which is no character: no text can hold it")
         self.root = self._told_apart(self.root)
 
     def target(self, reference: Any, where: str) -> Schema:
@@ -157,6 +217,9 @@ class Document:
             raise SchemaError(f"{where}: more than {MAX_REFERENCES} references have to be followed")
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise SchemaError(f"{where}: $ref {reference!r} does not point into the same schema; use $defs for it")
+        return self._at(reference, where)
+
+    def _at(self, reference: str, where: str) -> Schema:
         found: Any = self.root
         for step in reference.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -199,6 +262,76 @@ class Document:
                 return True
         return False
 
+    def check(self, schema: Schema, where: str = "") -> None:
+        """Raises SchemaError for a keyword that is not supported, in a part of the document or what it refers to.
+
+        What was looked at once is not looked at again. It finds most of what a grammar cannot be made of, at a
+        small part of what that costs.
+        """
+        if isinstance(self.root, Mapping) and "$schema" in self.root:
+            return  # an older draft, which does not have all of the keywords
+        rest = [("" if where else "#", schema)]
+        while rest:
+            at, part = rest.pop()
+            if not isinstance(part, Mapping):
+                continue
+            unsupported = sorted(_UNSUPPORTED & part.keys())
+            if unsupported:
+                place = f" at {at}" if at else ""
+                raise SchemaError(f"{where}: {unsupported[0]!r}{place} is not supported".removeprefix(": "))
+            _check_optional(part, f"{where}: {at}".removeprefix(": ").removesuffix(": "))
+            reference = part.get("$ref")
+            if isinstance(reference, str) and reference[:1] == "#" and reference not in self._checked:
+                self._checked.add(reference)
+                with contextlib.suppress(SchemaError):  # what leads nowhere is found out where it is followed
+                    rest.append((reference, self._at(reference, where)))
+            rest += [(at + step, inner) for step, inner in _inner(_without_definitions(part))]
+
+    def check_ends(self) -> None:
+        """Raises SchemaError for a part that every value of it would have to hold once more, without an end."""
+        places: dict[int, str] = {}
+        parts: list[Mapping[str, Any]] = []  # what a part refers to or holds comes before it, but for circles
+        rest: list[tuple[str, Schema, bool]] = [("#", self.root, False)]
+        while rest:
+            at, part, seen = rest.pop()
+            if not isinstance(part, Mapping):
+                continue
+            if seen:
+                parts.append(part)
+            elif id(part) not in places:
+                places[id(part)] = at
+                target = self._referred(part)
+                rest.append((at, part, True))
+                rest += [(at + step, inner, False) for step, inner in _inner(_without_definitions(part))]
+                rest += [] if target is None else [(str(part["$ref"]), target, False)]
+        ending: set[int] = set()
+
+        def ends(part: Any) -> bool:
+            return not isinstance(part, Mapping) or id(part) in ending
+
+        for _ in range(_MOST_PASSES):
+            left = [part for part in parts if id(part) not in ending]
+            for part in left:
+                target = self._referred(part)
+                if (target is None or ends(target)) and _may_end(part, ends):
+                    ending.add(id(part))
+            endless = [part for part in left if id(part) not in ending]
+            if len(endless) == len(left):
+                break
+        else:
+            return  # whoever knots so many circles finds out while the answer is written
+        if endless:
+            where = next((part for part in endless if "$ref" in part), endless[0])
+            raise SchemaError(f"{places[id(where)]}: its $ref leads in a circle, so that no value would ever end")
+
+    def _referred(self, part: Mapping[str, Any]) -> Schema | None:
+        """What a part refers to; None: nothing, or nothing that is there."""
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            with contextlib.suppress(SchemaError):
+                return self._at(reference, "")
+        return None
+
     def standalone(self, schema: Schema, where: str) -> Schema:
         """A part of the document as the schema of a JSON parameter: what it refers to is put under its `$defs`.
 
@@ -206,6 +339,7 @@ class Document:
         """
         if isinstance(schema, bool):
             return schema
+        self.check(schema, where)
         refers = _anywhere(schema, lambda part: "$ref" in part)
         spelled = ("const", "enum", "properties", "required")
         parts = [schema, self.root] if refers else [schema]
@@ -216,6 +350,39 @@ class Document:
         if not refers:
             return own
         return {**_moved(own), "$defs": {"root": _moved(self.root)}}
+
+
+def _without_definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+
+
+def _may_end(part: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    """Whether some value of a part is finite, if the parts of which `ends` says so have finite values."""
+    if "enum" in part or "const" in part:
+        return True
+    for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        if part.get(key) and not enough(map(ends, part[key])):
+            return False
+    if part.get("type") in ("object", ["object"]):
+        properties, required = part.get("properties", {}), part.get("required", [])
+        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        return all(ends(properties.get(name)) for name in names)
+    least = part.get("minItems", 0)
+    if part.get("type") in ("array", ["array"]) and isinstance(least, int | float) and least > 0:
+        first = part.get("prefixItems", part["items"] if isinstance(part.get("items"), list) else [])
+        more = [part.get("items")] if least > len(first) and not isinstance(part.get("items"), list) else []
+        return all(map(ends, [*first[: int(least)], *more]))
+    return True
+
+
+def _check_optional(part: Mapping[str, Any], where: str) -> None:
+    properties, required = part.get("properties", {}), part.get("required", [])
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    optional = len(properties.keys() - needed)
+    if optional > MAX_OPTIONAL:
+        raise SchemaError(
+            f"{where} has {optional} properties that are not required, and at most {MAX_OPTIONAL} are supported"
+        )
 
 
 def _words(schema: Any) -> list[str]:

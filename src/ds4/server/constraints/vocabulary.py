@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -15,9 +16,15 @@ from ds4.tokenizer import PROTOCOL_TOKENS, Tokenizer
 # Tokens that are allowed or forbidden together, found out once instead of at every place: those of names in tags.
 _NAMES = (r'[^"<>&\\\x00-\x1F\x7F]{1,10}', r'[^"<>&\\\x00-\x1F\x7F]{1,30}')
 _MAX_ERROR = 300
+# llguidance ends the process at some longer ones. Those of scripts may be of any length; grammars do not allow them.
+_MAX_TOKEN = 200
 _PLAIN = (
     ("NoExtension", "no value follows it"),
     ("oneOf constraints are not supported", "alternatives of oneOf that may hold at once are not supported; use anyOf"),
+    (
+        "min/maxProperties only supported",
+        "minProperties and maxProperties are not supported where some of the listed properties are not required",
+    ),
 )
 
 
@@ -33,13 +40,13 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        table = _Table(tokenizer, size)
         self.tokenizer = tokenizer
-        self.tokens = table.tokens
+        self.tokens = [_bytes(tokenizer, id) for id in range(size)]
+        table = _Table(tokenizer, self.tokens)
         self.special = frozenset(table.special_token_ids)
         self.words = (size + 31) // 32
         self._llguidance = LLTokenizer(table, slices=[*_NAMES, *LLTokenizer.general_slices()])
-        ordinary = [(id, piece) for id, piece in enumerate(table.tokens) if id not in self.special]
+        ordinary = [(id, piece) for id, piece in enumerate(self.tokens) if id not in self.special]
         self.end_think = Spelling(ordinary, PROTOCOL_TOKENS["end_think"].encode())
         self.parameter_end = Spelling(ordinary, PARAMETER_END.encode())
         # The tag that begins a block is text unless another tag follows it.
@@ -70,8 +77,10 @@ def plain_error(matcher: LLMatcher) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """What a grammar may cost: some 20 ms to read its expressions, at worst some 4 ms a token and 200 MB."""
+    """What a grammar may cost: some 20 ms to read its expressions, at worst some 15 ms a token and 200 MB."""
     return LLParserLimits(
+        # Four for each property of an object that need not come (see `MAX_OPTIONAL`).
+        max_items_in_row=5_000,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=50_000,
         step_max_items=50_000,
@@ -86,10 +95,10 @@ class _Table:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes]) -> None:
         self.eos_token_id, self.bos_token_id = tokenizer.eos, tokenizer.bos
         self.special_token_ids = sorted(tokenizer.special.values())
-        self.tokens = [_bytes(tokenizer, id) for id in range(size)]
+        self.tokens = [piece if len(piece) <= _MAX_TOKEN else b"" for piece in tokens]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:

@@ -1,0 +1,383 @@
+"""What compiling grammars costs, and whom it holds up: counted, not timed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_harness import Running, line, scripted
+
+from ds4.errors import RequestError
+from ds4.server.constraints import AnswerRules, Enforcement, Grammars, GrammarsBusyError, SchemaError, grammar, grammars
+from ds4.server.constraints.schema import MAX_PARTS, Document
+from ds4.server.constraints.vocabulary import Vocabulary
+from tests.server.constraint_helpers import TOKENS, schema_of, tools_of
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+UNIQUE = {"type": "array", "uniqueItems": True}
+EMPTY = {"type": "integer", "minimum": 2, "maximum": 1}
+
+
+class Costs:
+    """Counts what is done, and holds compiling up on demand."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.documents = 0
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Semaphore(0)
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    counted = Costs()
+    matcher, document = Vocabulary.matcher, Document.__init__
+
+    def compiling(self: Vocabulary, text: str) -> Any:
+        counted.compiled.append(text)
+        counted.reached.release()
+        assert counted.open.wait(30)
+        return matcher(self, text)
+
+    def reading(self: Document, schema: Any) -> None:
+        counted.documents += 1
+        document(self, schema)
+
+    monkeypatch.setattr(Vocabulary, "matcher", compiling)
+    monkeypatch.setattr(Document, "__init__", reading)
+    yield counted
+    counted.open.set()
+
+
+def strict(*schemas: Any) -> AnswerRules:
+    tools = tools_of(**{f"f{i}": schema for i, schema in enumerate(schemas)})
+    return AnswerRules("required", tools, strict=frozenset(tool.name for tool in tools))
+
+
+def numbers(count: int, name: str = "p") -> dict[str, Any]:
+    return {f"{name}{i}": {"type": "integer"} for i in range(count)}
+
+
+def asked(made: Grammars, rules: AnswerRules) -> Future[Enforcement]:
+    future = made.submit(rules)
+    assert future is not None
+    return future
+
+
+# ---- what errors cost -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 150, 300])
+@pytest.mark.parametrize("bad", [UNIQUE, EMPTY])
+def test_the_property_to_blame_is_found_in_a_few_steps(bad: Any, place: int, costs: Costs) -> None:
+    names = list(numbers(300))
+    properties = {name: {"type": "integer"} for name in names[:place]}
+    schema = schema_of(**properties, bad=bad, **{name: {"type": "integer"} for name in names[place:]})
+    with pytest.raises(SchemaError, match=r"'bad'.*'f1'|'f1'.*'bad'"):
+        Grammars(TOKENS).constraint(strict(schema_of(a={"type": "string"}), schema), thinking=False)
+    assert costs.documents == 2
+    assert len(costs.compiled) <= (0 if bad is UNIQUE else 12)
+    # All that is compiled to find it is no more than the grammar itself, about.
+    assert sum(map(len, costs.compiled)) <= 3 * len(costs.compiled[0] if costs.compiled else "")
+
+
+KEYWORDS: dict[str, Any] = {
+    "not": {"type": "null"}, "if": {}, "then": {}, "else": {}, "uniqueItems": True, "contains": {}, "minContains": 1,
+    "maxContains": 2, "propertyNames": {"pattern": "a"}, "dependentRequired": {"a": ["b"]}, "dependentSchemas": {},
+    "dependencies": {}, "unevaluatedItems": False, "unevaluatedProperties": False, "$dynamicRef": "#a",
+    "$dynamicAnchor": "a", "$recursiveRef": "#", "$recursiveAnchor": True,
+}  # fmt: skip
+PLACES = st.lists(
+    st.sampled_from(
+        [
+            lambda inner: schema_of(p=inner),
+            lambda inner: {"type": "array", "items": inner},
+            lambda inner: {"type": "array", "prefixItems": [inner]},
+            lambda inner: {"anyOf": [{"type": "null"}, inner]},
+            lambda inner: {"type": "object", "additionalProperties": inner},
+        ]
+    ),
+    max_size=3,
+)
+
+
+@given(
+    keyword=st.sampled_from(sorted(KEYWORDS)),
+    kind=st.sampled_from(["array", "object", "integer"]),
+    places=PLACES,
+    referred=st.booleans(),
+)
+@settings(max_examples=60)
+def test_keywords_that_are_not_supported_are_found_without_compiling(
+    keyword: str, kind: str, places: list[Any], referred: bool
+) -> None:
+    schema: Any = {"type": kind, keyword: KEYWORDS[keyword]}
+    for place in places:
+        schema = place(schema)
+    if referred:
+        schema = {"$defs": {"x": schema}, **schema_of(p={"$ref": "#/$defs/x"})}
+    document = Document(schema)
+    with pytest.raises(SchemaError, match=keyword.replace("$", "[$]")):
+        document.check(document.root)
+
+
+def test_names_and_values_are_no_keywords() -> None:
+    schema = schema_of(**{name: {"enum": [{"not": 1}, [{"if": 2}]]} for name in KEYWORDS})
+    unused = {**schema, "$defs": {"unused": {"not": {}}}}
+    for rules in (AnswerRules(content=unused), strict(unused)):
+        assert Grammars(TOKENS).constraint(rules, thinking=False) is not None
+
+
+def test_what_failed_is_remembered_and_so_is_what_did_not(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_CACHED", 3)
+    made = Grammars(TOKENS)
+    good, bad = strict(schema_of(a={"type": "null"})), strict(schema_of(a=EMPTY))
+    for rules, fails in ((good, False), (bad, True), (bad, True), (good, False)):
+        try:
+            asked(made, rules).result()
+        except SchemaError:
+            assert fails
+    once = len(costs.compiled)
+    assert once <= 4
+    for i in range(5):
+        with pytest.raises(SchemaError):
+            asked(made, strict(schema_of(**{f"p{i}": EMPTY}))).result()
+    assert len(made._failed) == 3
+    before = len(costs.compiled)
+    asked(made, good).result()
+    assert len(costs.compiled) == before
+
+
+def test_what_is_not_in_the_grammar_does_not_compile_it_anew(costs: Costs) -> None:
+    made = Grammars(TOKENS)
+    for schema in (schema_of(), schema_of(a={"type": "null"})):
+        tools = tools_of(free=schema, bound=schema_of())
+        asked(made, AnswerRules("required", tools, strict=frozenset({"bound", "other"}))).result()
+    assert len(costs.compiled) == 1
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        schema_of(**numbers(MAX_PARTS)),
+        {"anyOf": [{"type": "integer", "minimum": i} for i in range(MAX_PARTS)]},
+        schema_of(a=schema_of(**numbers(MAX_PARTS // 2)), b=schema_of(**numbers(MAX_PARTS // 2))),
+    ],
+)
+def test_schemas_of_too_many_parts_are_refused_uncompiled(schema: Any, costs: Costs) -> None:
+    rules = (AnswerRules(content=schema), strict(schema_of(x=schema)))
+    for one in rules:
+        with pytest.raises(SchemaError, match=rf"at most {MAX_PARTS} are supported"):
+            Grammars(TOKENS).constraint(one, thinking=False)
+    assert not costs.compiled
+
+
+def test_schemas_that_are_too_long_are_refused_unread(costs: Costs) -> None:
+    long = {"enum": ["x" * (grammars.MAX_SCHEMAS // 4)] * 5}
+    rules = (AnswerRules(content=long), strict(schema_of(), schema_of(a=long)))
+    for one, words in zip(rules, ("the schema of the answer", "'f1'"), strict=True):
+        with pytest.raises(SchemaError, match=rf"{words}.*at most {grammars.MAX_SCHEMAS}"):
+            Grammars(TOKENS).submit(one)
+    assert not costs.documents
+
+
+def test_all_tools_together_have_a_bound(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_GRAMMAR", 5000)
+    with pytest.raises(SchemaError, match="too large"):
+        Grammars(TOKENS).constraint(strict(*[schema_of(**numbers(5))] * 100), thinking=False)
+    assert costs.documents < 10
+
+
+# ---- who waits for whom ---------------------------------------------------------------------------------------------
+
+
+def test_those_who_ask_for_the_same_wait_for_one_and_the_others_do_not_wait(costs: Costs) -> None:
+    made = Grammars(TOKENS)
+    known = strict(schema_of(k={"type": "null"}))
+    asked(made, known).result()
+    costs.open.clear()
+    same = [asked(made, strict(schema_of(a={"type": "null"}))) for _ in range(5)]
+    assert asked(made, known).done()
+    nothing = asked(made, AnswerRules("allowed", tools_of(f=schema_of()), names=frozenset()))
+    assert nothing.done()
+    costs.open.set()
+    assert all(one.result(30) for one in same)
+    assert len(costs.compiled) == 2
+
+
+def test_nobody_is_put_at_the_end_of_a_long_backlog(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_THREADS", 1)
+    made = Grammars(TOKENS)
+    costs.open.clear()
+    large = [strict(schema_of(**numbers(1500, name))) for name in "abc"]
+    first = asked(made, large[0])
+    assert costs.reached.acquire(timeout=30)
+    with pytest.raises(GrammarsBusyError):
+        made.submit(large[1])
+    small = asked(made, strict(schema_of(s={"type": "null"})))
+    # A first one may be of any size, and the same one again adds nothing.
+    again = asked(made, large[0])
+    costs.open.set()
+    assert first.result(30)
+    assert again.result(30)
+    assert small.result(30)
+    assert asked(made, large[2]).result(30)
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_THREADS", 1)
+    made = Grammars(TOKENS)
+    costs.open.clear()
+    first = asked(made, strict(schema_of(a={"type": "null"})))
+    assert costs.reached.acquire(timeout=30)
+    rules = [strict(schema_of(**numbers(900, name))) for name in "bcd"]
+    left, halved = asked(made, rules[0]), [asked(made, rules[1]) for _ in range(2)]
+    assert left.cancel()
+    assert halved[0].cancel()
+    with pytest.raises(GrammarsBusyError):
+        made.submit(strict(schema_of(**numbers(1500, "e"))))
+    assert halved[1].cancel()
+    last = asked(made, rules[2])  # the others left, so there is room
+    costs.open.set()
+    assert first.result(30)
+    assert last.result(30)
+    assert len(costs.compiled) == 2
+    assert not made._works
+
+
+def test_a_waiting_request_costs_no_copy_of_the_grammar() -> None:
+    class Copied:
+        copies = 0
+
+        def deep_copy(self) -> Copied:
+            self.copies += 1
+            return self
+
+    copied: Any = Copied()
+    made = Grammars(TOKENS)
+    rules = strict(schema_of())
+    made._compiled[rules.key()] = copied
+    enforcements = [asked(made, rules).result() for _ in range(10)]
+    assert copied.copies == 0
+    enforcements[0].begin(thinking=False)
+    enforcements[0].begin(thinking=True)
+    assert copied.copies == 2
+
+
+# ---- on the wire ----------------------------------------------------------------------------------------------------
+
+
+def body(schema: Any, **more: Any) -> dict[str, Any]:
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": HELLO, "response_format": format, **more}
+
+
+def one_thread(server: Running) -> Grammars:
+    made = server.worker.prompts._grammars
+    made._pool._max_workers = 1
+    return made
+
+
+JSON = line("</think>", "{", "}")
+
+
+def test_a_stream_does_not_wait_for_a_long_compilation_and_finds_it_done_later(costs: Costs) -> None:
+    with scripted(JSON, JSON, JSON, first_byte_seconds=0.02) as server:
+        costs.open.clear()
+        schema = schema_of(a={"type": "null"})
+        busy = server.post(body(schema, stream=True))
+        assert busy.status_code == 429
+        assert busy.json()["error"]["type"] == "rate_limit_error"
+        assert int(busy.headers["retry-after"]) > 0
+        # Others do not wait either.
+        assert server.post({"messages": HELLO, "stream": True}).status_code == 200
+        assert server.http.get("/stats").json()["requests"]["refused"] == 1
+        costs.open.set()
+        while server.worker.prompts._grammars._works:
+            threading.Event().wait(0.001)
+        assert server.post(body(schema, stream=True)).status_code == 200
+        assert len(costs.compiled) == 1
+
+
+def test_plain_requests_do_not_wait_for_any_number_of_compilations(costs: Costs) -> None:
+    with scripted(*[JSON] * 80, max_sessions=2) as server:
+        costs.open.clear()
+        statuses: list[int] = []
+
+        def post(i: int) -> None:
+            one = body(schema_of(**numbers(1, f"q{i}_")))
+            answer = httpx.post(server.url + "/v1/chat/completions", json=one, timeout=60, trust_env=False)
+            statuses.append(answer.status_code)
+
+        clients = [threading.Thread(target=post, args=(i,)) for i in range(40)]
+        for client in clients:
+            client.start()
+        while len(server.worker.prompts._grammars._works) < 40:
+            threading.Event().wait(0.001)
+        assert server.post({"messages": HELLO}).status_code == 200
+        large = server.post(body(schema_of(**numbers(1990))))
+        assert large.status_code == 429
+        assert int(large.headers["retry-after"]) > 0
+        costs.open.set()
+        for client in clients:
+            client.join(60)
+        assert statuses == [200] * 40
+
+
+def test_for_a_client_that_left_nothing_is_compiled(costs: Costs) -> None:
+    with scripted(JSON, JSON) as server:
+        made = one_thread(server)
+        costs.open.clear()
+        first = made.submit(AnswerRules(content=schema_of(first={"type": "null"})))
+        assert costs.reached.acquire(timeout=30)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/chat/completions", json=body(schema_of(gone={"type": "null"})), timeout=0.3,
+                       trust_env=False)  # fmt: skip
+        while any(work.wanted for work in list(made._works.values())[1:]):
+            threading.Event().wait(0.001)
+        costs.open.set()
+        assert server.post(body(schema_of(next={"type": "null"}))).status_code == 200
+        assert first is not None
+        assert first.result(30)
+        assert [text for text in costs.compiled if "gone" in text] == []
+
+
+@pytest.mark.parametrize("length", [200, 201, 300, 10_000])
+def test_pieces_of_scripts_may_be_long(length: int) -> None:
+    long = '"' + "x" * (length - 2) + '"'
+    with scripted(line("</think>", "a" * length), line("</think>", long)) as server:
+        server.worker.prompts.prepare()
+        assert server.post({"messages": HELLO}).status_code == 200
+        assert server.post(body({"type": "string"})).status_code == 200
+
+
+def test_counting_tokens_compiles_nothing(costs: Costs) -> None:
+    tool = {"name": "f", "input_schema": schema_of(a={"type": "null"}), "strict": True}
+    with scripted(JSON) as server:
+        counted = server.post({"messages": HELLO, "model": "m", "tools": [tool]}, "/v1/messages/count_tokens")
+        assert counted.status_code == 200
+        assert not costs.compiled
+
+
+def test_errors_name_the_field(costs: Costs) -> None:
+    with scripted(JSON) as server:
+        for _ in range(2):
+            for wrong in (EMPTY, UNIQUE, schema_of(**numbers(MAX_PARTS))):
+                error = server.post(body(wrong))
+                assert error.status_code == 400
+                assert error.json()["error"]["param"] == "response_format"
+    assert len(costs.compiled) == 2  # one grammar, and its only part
+
+
+def test_the_errors_are_errors_of_requests() -> None:
+    assert issubclass(GrammarsBusyError, RequestError)
