@@ -150,7 +150,7 @@ def test_more_requests_than_sessions_wait_and_a_full_queue_refuses() -> None:
     prompts = [request(f"q{i}") for i in range(3)]
     for one in prompts:
         worker.submit(one, worker.prompts.build(one), lambda reply: None)
-    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+    with pytest.raises(QueueFullError, match=r"3 requests are waiting already .--max-queue"):
         worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
     assert worker.status() == {"waiting": 3, "running": 0, "sessions": 0}
     worker.start()

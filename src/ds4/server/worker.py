@@ -133,7 +133,7 @@ class Worker:
         elif not self.alive:
             error = ShuttingDownError("the worker has ended; see the server's log, and start the server again")
         elif self.config.max_queue and len(self._waiting) >= self.config.max_queue:
-            error = QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+            error = QueueFullError(f"{len(self._waiting)} requests are waiting already (--max-queue); try again later")
         if error is not None:
             self.metrics.refused()
             raise error
