@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving
-from worker_harness import Gate, last, look_until, move, replies_to, request, scripted_worker, timed_worker
+from worker_harness import ENDLESS, Gate, last, look_until, move, replies_to, request, scripted_worker, timed_worker
 
 from ds4.chat.tools import tool_schemas
 from ds4.server.backend import Backend
@@ -162,7 +162,7 @@ def ends_of(replied: queue.Queue[Reply], count: int) -> list[Done]:
 def test_a_client_that_leaves_ends_all_answers() -> None:
     worker = scripted_worker(line("a", then="repeat"))
     replied: queue.Queue[Reply] = queue.Queue()
-    asked = request("hi", tokens=10**6, n=3)
+    asked = request("hi", tokens=ENDLESS, n=3)
     job = worker.submit(asked, worker.prompts.build(asked), replied.put)
     worker.start()
     look_until(lambda: isinstance(reply := replied.get(timeout=30), Events) and reply.index == 2)
@@ -216,7 +216,7 @@ def test_a_failure_of_one_answer_alone_ends_the_others() -> None:
 def test_a_request_that_takes_too_long_fails_once() -> None:
     gate = Gate()
     worker = timed_worker(line("a", then="repeat", step_ms=1), wait=gate, request_timeout=5)
-    (replied,) = replies_to(worker, request("hi", tokens=10**6, n=3))
+    (replied,) = replies_to(worker, request("hi", tokens=ENDLESS, n=3))
     worker.start()
     assert gate.reached.wait(30)
     move(worker, 6)

@@ -297,7 +297,7 @@ def wait_until(condition: Any) -> None:
 def test_stopping_ends_running_and_waiting_requests() -> None:
     gate = Gate()
     endless = line("</think>", "on", then="repeat", step_ms=1)
-    with scripted(endless, wait=gate, max_sessions=1) as server:
+    with scripted(endless, wait=gate, max_sessions=1, ctx=10**9, max_tokens=10**9) as server:
         answers: list[Any] = []
         threads = [threading.Thread(target=lambda: answers.append(server.post({"messages": HELLO}))) for _ in range(2)]
         for thread in threads:

@@ -435,13 +435,13 @@ def test_others_are_not_held_up_while_the_model_is_told(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(server.worker.engine, "step", recording)
         answers: list[dict[str, Any]] = []
-        other = threading.Thread(target=lambda: answers.append(ask(server, False, max_tokens=1500, tools=[])))
+        other = threading.Thread(target=lambda: answers.append(ask(server, False, max_tokens=20_000, tools=[])))
         other.start()
         look_until(lambda: steps)
         recovered = ask(server, False)
         other.join()
     assert recovered["calls"] == ROME
-    assert answers[0]["usage"]["completion_tokens"] == 1500
+    assert answers[0]["usage"]["completion_tokens"] == 20_000
     chunks = [i for i, (what, _) in enumerate(steps) if what == "told"]
     assert len(chunks) > 4
     assert all(size <= 16 for what, size in steps if what == "told")

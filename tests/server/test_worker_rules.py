@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from server_harness import WEATHER, call_pieces, line, scripted
 from worker_harness import (
+    ENDLESS,
     Gate,
     last,
     look_until,
@@ -85,7 +86,7 @@ def test_what_fails_for_one_request_ends_that_one_once_and_frees_its_places(
 ) -> None:
     worker = scripted_worker(line("on", then="repeat"), max_sessions=4)
     other: queue.Queue[Reply] = queue.Queue()
-    bystander = submitted(worker, request("bystander", tokens=10**6), other.put)
+    bystander = submitted(worker, request("bystander", tokens=ENDLESS), other.put)
     worker.start()
     look_until(lambda: isinstance(other.get(timeout=30), Events))
     original, calls = getattr(owner, name), 0
@@ -181,7 +182,7 @@ def test_the_worker_itself_ends_a_stream_that_is_malformed() -> None:
     """Also for a client that reads on."""
     broken = line(*CALL[:10], "prose that is no call", *CALL[-4:])
     worker = scripted_worker(line("x", then="repeat"), broken)
-    (replied,) = replies_to(worker, request("hi", tokens=10**6, n=2, tools=TOOLS, streamed=True))
+    (replied,) = replies_to(worker, request("hi", tokens=ENDLESS, n=2, tools=TOOLS, streamed=True))
     worker.start()
     end = last(replied)
     assert isinstance(end, Done)
@@ -245,7 +246,7 @@ def test_those_that_are_gone_leave_the_line_and_the_others_keep_their_order() ->
 
 def test_a_request_for_many_answers_does_not_keep_places_empty_until_all_are_free() -> None:
     worker = scripted_worker(line("on", then="repeat"), max_sessions=3)
-    endless = submitted(worker, request("endless", tokens=10**6))
+    endless = submitted(worker, request("endless", tokens=ENDLESS))
     order: list[int] = []
     start = worker._start
 
@@ -328,7 +329,7 @@ def test_prompts_that_nobody_waits_for_free_their_places_all_at_once(overdue: bo
     lines = (line("on", then="repeat", step_ms=1), line("on", then="repeat"))
     worker = timed_worker(*lines, wait=gate, max_sessions=5, request_timeout=60 if overdue else 0)
     endless: queue.Queue[Reply] = queue.Queue()
-    jobs = [submitted(worker, request("go", tokens=10**6), endless.put)]
+    jobs = [submitted(worker, request("go", tokens=ENDLESS), endless.put)]
     jobs += [submitted(worker, request(f"q{i} " + "word " * 600)) for i in range(4)]
     worker.start()
     assert gate.reached.wait(30)
@@ -427,7 +428,7 @@ def test_the_lock_is_never_held_while_something_is_written_or_sent(
 
     for owner, name in ((worker.trace, "write"), (worker.metrics, "ended"), (worker, "_deliver"), (worker, "_plan")):
         looking(owner, name)
-    running = submitted(worker, request("a", tokens=10**6))
+    running = submitted(worker, request("a", tokens=ENDLESS))
     worker.start()
     assert gate.reached.wait(30)
     jobs = [submitted(worker, request(f"{i}")) for i in range(3)]

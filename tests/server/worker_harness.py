@@ -18,6 +18,9 @@ from ds4.server.trace import Trace
 from ds4.server.watch import Clock, StepWatch
 from ds4.server.worker import Worker
 
+# More tokens than a test waits for: an answer of so many ends when the test says so, however fast the machine is.
+ENDLESS = 10**9
+
 
 def request(*texts: str, tokens: int = 12, **options: Any) -> ChatRequest:
     """A conversation that ends with a user; roles take turns."""
@@ -49,7 +52,7 @@ def run(worker: Worker, requests: Sequence[ChatRequest], start: bool = True) -> 
 
 def scripted_worker(*lines: dict[str, Any], chunk: int = 64, **options: Any) -> Worker:
     """A worker over a script, not started."""
-    config = ServerConfig(ctx=2048, **options)
+    config = ServerConfig(ctx=ENDLESS, **options)
     return Worker(script_backend(*lines, config=config, chunk=chunk), config)
 
 
@@ -109,7 +112,7 @@ def look_until(condition: Any) -> None:
 
 def timed_worker(*lines: dict[str, Any], wait: Any = None, trace: Path | None = None, **options: Any) -> Worker:
     """A worker over a script, that goes by a clock of the test."""
-    config = ServerConfig(ctx=2048, **options)
+    config = ServerConfig(ctx=ENDLESS, **options)
     backend = script_backend(*lines, config=config, chunk=16, wait=wait)
     return Worker(backend, config, Trace(trace), TestClock())
 
