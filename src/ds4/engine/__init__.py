@@ -2,7 +2,16 @@
 
 from ds4.engine.engine import Engine, EngineConfig
 from ds4.engine.sampling import Sampler, Sampling
-from ds4.engine.session import Prefill, Session
+from ds4.engine.session import Prefill, Session, Snapshot
 from ds4.model.cache import FREE_TRUNCATION
 
-__all__ = ["FREE_TRUNCATION", "Engine", "EngineConfig", "Prefill", "Sampler", "Sampling", "Session"]
+__all__ = [
+    "FREE_TRUNCATION",
+    "Engine",
+    "EngineConfig",
+    "Prefill",
+    "Sampler",
+    "Sampling",
+    "Session",
+    "Snapshot",
+]

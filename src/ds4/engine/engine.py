@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,6 +98,8 @@ class State(Protocol):
     def release(self) -> None: ...
 
     def spoil(self) -> None: ...
+
+    def hold(self, length: int) -> Any: ...
 
     def export(self, start: int = 0) -> Any: ...
 
@@ -198,9 +201,12 @@ class Engine:
         tokenizer: Tokenizer | None,
         config: EngineConfig | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        identity: str | None = None,
     ) -> None:
+        """`identity`: tells this model's weights from others of the same shape; None: a hash of `tensors`."""
         self.runner = runner
         self._tensors = tensors
+        self._identity = identity
         self.shape = runner.shape
         self.config = config or EngineConfig()
         self._tokenizer = tokenizer
@@ -219,6 +225,17 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """True if `tokenizer` can be used."""
         return self._tokenizer is not None
+
+    @property
+    def identity(self) -> str:
+        """What tells states of this model's weights from those of other weights of the same shape."""
+        if self._identity is None:
+            running = hashlib.blake2b(digest_size=16)
+            for name, tensor in sorted((self._tensors or {}).items()):
+                running.update(name.encode())
+                running.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+            self._identity = running.hexdigest()
+        return self._identity
 
     def save_gguf(self, path: str | os.PathLike[str]) -> None:
         """Write what `from_tensors` or `from_transformers` built as a GGUF file of profile custom, unquantised.
@@ -239,7 +256,7 @@ class Engine:
 
     def renew(self) -> Engine:
         """An engine over the same weights for when a step of this one is stuck: nothing it writes to is shared."""
-        return Engine(self.runner.renew(), self._tokenizer, self.config, self._tensors)
+        return Engine(self.runner.renew(), self._tokenizer, self.config, self._tensors, self._identity)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """On a CUDA device, compile the kernels that serving needs and capture decode steps; on the CPU nothing.

@@ -69,7 +69,7 @@ def load(
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-    return Engine(ModelRunner(model), tokenizer, config)
+    return Engine(ModelRunner(model), tokenizer, config, identity=file.identity())
 
 
 def from_tensors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -87,6 +87,25 @@ class Prefill:
             session._keep_checkpoint(wanted=True, length=self._cuts.pop(0))
         self._seen = session._version
         return self.done
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state of a session that stays as it is while the session goes on (see `Session.snapshot`).
+
+    Attributes:
+        tokens: all of its tokens.
+        checkpoint: window, frontiers and logits at its end.
+        rows: what reads its compressed rows (`ds4.model.cache.HeldRows`).
+    """
+
+    tokens: tuple[int, ...]
+    checkpoint: Any
+    rows: Any
+
+    def release(self) -> None:
+        """Give the rows back; only the thread that owns the session may call it."""
+        self.rows.release()
 
 
 class Session:
@@ -319,6 +338,25 @@ class Session:
         self.repair()
         exported = self.state.export(start)
         return replace(exported, checkpoint=replace(exported.checkpoint, logits=self._logits))
+
+    def snapshot(self, length: int | None = None) -> Snapshot:
+        """The state now, or at an earlier length that has a checkpoint, to be packed later, maybe by another thread.
+
+        Costs a copy of the tokens and, for the present length, of the live part of window and frontiers. The thread
+        that owns the session must release it.
+
+        Raises:
+            Ds4Error: there is no checkpoint of exactly that length.
+        """
+        self.repair()
+        n = len(self.tokens) if length is None else length
+        if n == len(self.tokens):
+            checkpoint: Any = self.state.checkpoint(self._logits)
+        else:
+            checkpoint = self.checkpoints.at(n)
+            if checkpoint is None:
+                raise Ds4Error(f"the session has no checkpoint at {n} tokens")
+        return Snapshot(tuple(self.tokens[:n]), checkpoint, self.state.hold(n))
 
     def import_state(self, tokens: Sequence[int], exported: Any) -> None:
         """Continue with an exported state of `tokens`; this session must hold those before its start.

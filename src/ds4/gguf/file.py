@@ -5,6 +5,7 @@ Nothing here needs torch, so that looking into a file of 81 GB takes a fraction 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import os
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 EMBEDDED_MODEL = "ds4-tiny.gguf"
+
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
+"""How many places of the weights count in a model's identity, and how many bytes at each."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,20 @@ class ModelFile:
     def qat_sim(self) -> bool:
         """Whether the model wants the quantisation round trips of training (files that do not say: yes)."""
         return bool(self.metadata.get(QAT_SIM_KEY, True))
+
+    def identity(self) -> str:
+        """A hash that tells this model from others: of the header, and of samples of the weights, so that it is quick.
+
+        Files that differ in a few weights only may have the same one.
+        """
+        first = min((info.offset for info in self.tensors.values()), default=self.data.size)
+        size = self.data.size
+        running = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+        running.update(self.data[:first].tobytes())
+        for i in range(_SAMPLES):
+            start = first + (size - first) * i // _SAMPLES
+            running.update(self.data[start : start + _SAMPLE_BYTES].tobytes())
+        return running.hexdigest()
 
     @property
     def has_tokenizer(self) -> bool:

@@ -196,6 +196,29 @@ class ExportedState:
     layout: tuple[Shape, bool]  # whose state it is: the shape, and whether rows are packed
 
 
+class HeldRows:
+    """The compressed rows of a sequence as they were when `SequenceState.hold` was called, whatever becomes of it.
+
+    `read` may be called from another thread than the one that steps the sequence: pages that more than one holds are
+    never written to. `release` must be called by the thread that steps.
+    """
+
+    def __init__(self, pools: dict[int, RowPool], ratios: Sequence[int], pages: dict[int, list[int]]) -> None:
+        self._pools, self._ratios, self._pages = pools, ratios, pages
+
+    def read(self, layer: int, kind: str, first: int, end: int) -> Planes:
+        """Rows first .. end - 1 of a layer, packed: planes [rows, width]."""
+        ratio = self._ratios[layer]
+        index = torch.arange(first, end)
+        table = torch.tensor(self._pages[ratio], dtype=torch.int64)
+        places = table[index // PAGE_ROWS] * PAGE_ROWS + index % PAGE_ROWS
+        return tuple(plane[places] for plane in self._pools[ratio].planes(layer, kind))
+
+    def release(self) -> None:
+        """Give the pages back; nothing can be read any more."""
+        _release_pages(self._pools, self._pages)
+
+
 @dataclass
 class KVCache:
     """The pools and formats that the sequences of one model share; `layers` may be a slice of the model's."""
@@ -439,6 +462,14 @@ class SequenceState:
         self.reset()
 
     # -- moving a state ----------------------------------------------------------------------------------------------
+
+    def hold(self, length: int) -> HeldRows:
+        """The rows of the first `length` tokens, to be read later; they stay until they are released."""
+        held = {}
+        for ratio, pages in self._pages.items():
+            held[ratio] = pages[: -(-(length // ratio) // PAGE_ROWS)]
+            self.cache.pools[ratio].share(held[ratio])
+        return HeldRows(self.cache.pools, self.cache.shape.ratios, held)
 
     def export(self, start: int = 0) -> ExportedState:
         """The state as data: the rows of all blocks that end after `start`, and a checkpoint of the rest."""

@@ -213,6 +213,18 @@ class ScriptedExport:
     extra: Mapping[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class HeldTokens:
+    """What `ScriptedState.hold` keeps: tokens, the bytes each of them is said to have, and those in no vocabulary."""
+
+    tokens: tuple[int, ...]
+    kv_bytes: int
+    extra: Mapping[int, bytes]
+
+    def release(self) -> None:
+        """Nothing."""
+
+
 class ScriptedState:
     """A state that remembers its tokens. It can go back exactly as far as a real one can."""
 
@@ -281,6 +293,11 @@ class ScriptedState:
     def spoil(self) -> None:
         """See `ds4.engine.engine.State`."""
         self.floor = self.length + 1
+
+    def hold(self, length: int) -> HeldTokens:
+        """See `ds4.engine.engine.State`."""
+        tokens = tuple(self.tokens[:length])
+        return HeldTokens(tokens, self.kv_bytes, self._tokenizer.extra(tokens) if self._tokenizer else {})
 
     def export(self, start: int = 0) -> ScriptedExport:
         """The tokens from `start` on, padded to their size."""
