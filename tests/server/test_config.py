@@ -45,7 +45,7 @@ def test_every_flag_reaches_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-disk-dir", "x"], "--kv-disk-dir is not built yet in this version"),
+        (["--vision", "x"], "--vision is not built yet in this version"),
         (["--mtp=draft.gguf"], "--mtp is not built yet"),
         (["--rocm"], "--rocm is not built yet"),
         (["--device", "gpu"], "'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
@@ -79,7 +79,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--trace="], "the name is empty"),
         (["--scripted", ""], "the name is empty"),
         (["--backend", ""], "'' is not a backend; use cpu, cuda or auto"),
-        (["--help", "nonsense"], "no help topic 'nonsense'; topics: model, chat, server, testing"),
+        (["--help", "nonsense"], "no help topic 'nonsense'; topics: model, chat, kv-cache, server, testing"),
         (["--plan"], "--plan is a flag of ds4"),
         (["--dump-logits", "x"], "--dump-logits is a flag of ds4"),
         (["--decode-consistency=3"], "--decode-consistency is a flag of ds4"),

@@ -115,6 +115,10 @@ class Header:
         """The header after one more use."""
         return replace(self, hits=min(self.hits + 1, 2**32 - 1), used=max(now, self.used))
 
+    def joined(self, payload_bytes: int, flags: Flags) -> Header:
+        """The header of the same state in another file, without its uses."""
+        return replace(self, payload_bytes=payload_bytes, flags=flags, hits=0)
+
 
 def file_name(key: bytes) -> str:
     """The name of the entry of these key bytes."""

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds4.engine.packing import SectionKey, Segment
+from ds4.engine.packing import LOGITS, SCRIPT_PADDING, SectionKey, Segment
 from ds4.errors import FileFormatError
 
 MAGIC = b"DS4S"
@@ -95,6 +95,11 @@ class PayloadHead:
         )  # fmt: skip
         table = b"".join(_RECORD.pack(s.key.kind, s.key.plane, s.key.layer, s.crc, s.size) for s in self.sections)
         return head + table + struct.pack("<I", zlib.crc32(head + table))
+
+
+def has_logits(head: PayloadHead) -> bool:
+    """Whether the state can go on without evaluating its last token again; scripted ones always can."""
+    return any(section.key.kind in (LOGITS, SCRIPT_PADDING) for section in head.sections)
 
 
 def head_size(sections: int) -> int:

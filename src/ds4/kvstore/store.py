@@ -10,37 +10,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ds4.engine.packing import Part, SectionKey, StateCodec
+from ds4.engine.packing import StateCodec
 from ds4.errors import Ds4Error, FileFormatError
-from ds4.kvstore.container import HEADER_BYTES, Flags, Header, Reason, ToolTurn, file_name, is_file_name, pack_tool_map
+from ds4.kvstore.container import Reason, ToolTurn, file_name, is_file_name
 from ds4.kvstore.disk import INDEX_NAME, Files, Found, read_into
 from ds4.kvstore.index import Index
 from ds4.kvstore.payload import (
-    META,
-    NO_PARENT,
-    TOKENS,
-    PayloadHead,
-    Section,
     check_section,
-    head_size,
-    token_bytes,
+    has_logits,
     token_digest,
 )
 from ds4.kvstore.policy import Candidate, choose_victims
 from ds4.kvstore.reading import Entry, OpenEntry, open_fd, opened
+from ds4.kvstore.writing import NewFile, NewState
 
 log = logging.getLogger("ds4.kvstore")
+
+__all__ = ["NewState", "Store", "StoredState"]
 
 MAX_CHAIN = 4096
 _SETTLED_NS = 100_000_000
@@ -50,41 +45,15 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class NewState:
-    """A state to be stored.
-
-    Attributes:
-        key: its key bytes.
-        tokens: all of its tokens.
-        parts: makes its sections from token `start` on.
-        reason: why.
-        parent: an entry that holds its first tokens, on which it is to build; None: it is to be whole.
-        meta: what the writer wants to know of it later, as JSON; `ways` in it are further ways to the entry.
-        turns: the calls whose sampled blocks stand in it.
-        protected: names of entries that must not leave for it.
-        incoming: key bytes of the request that makes room, if any: continued entries that it begins with weigh less.
-    """
-
-    key: bytes
-    tokens: Sequence[int]
-    parts: Callable[[int], Iterable[Part]]
-    reason: Reason
-    parent: Entry | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    turns: Sequence[ToolTurn] = ()
-    protected: Collection[str] = ()
-    incoming: bytes = b""
-
-
-@dataclass(frozen=True)
 class StoredState:
-    """What an entry says besides its rows: all tokens, the key, the writer's notes, and its tool map."""
+    """What an entry says besides its rows: all tokens, the key, the writer's notes, its tool map; if it has logits."""
 
     entry: Entry
     tokens: list[int]
     key: bytes
     meta: dict[str, Any]
     turns: list[ToolTurn]
+    logits: bool
 
 
 class Store:
@@ -261,8 +230,20 @@ class Store:
 
     def read(self, entry: Entry) -> StoredState:
         """All of a state but its rows. Raises Ds4Error if it is not there or damaged."""
-        with self._open_chain(entry) as chain:
+        with self.open_chain(entry) as chain:
             return self._stored(entry, chain)
+
+    def turns(self, entry: Entry) -> list[ToolTurn]:
+        """The tool map of an entry. Raises Ds4Error if it is not there or damaged."""
+        try:
+            with opened(self.files, entry.name) as found:
+                return found.turns()
+        except OSError as error:
+            raise Ds4Error(f"{entry.name} cannot be read: {error.strerror or error}") from None
+
+    def same_model(self, entry: Entry) -> bool:
+        """Whether an entry is of the model that this store is for."""
+        return self.codec is not None and entry.fingerprint == self.codec.fingerprint.hex()
 
     def _stored(self, entry: Entry, chain: Sequence[OpenEntry]) -> StoredState:
         found = []
@@ -274,7 +255,7 @@ class Store:
             tokens = [id for ids in found for id in ids]
             if len(tokens) != leaf.head.tokens or token_digest(tokens) != leaf.head.token_digest:
                 raise FileFormatError("the tokens are not those of the state")
-            return StoredState(entry, tokens, leaf.key(), leaf.meta(), leaf.turns())
+            return StoredState(entry, tokens, leaf.key(), leaf.meta(), leaf.turns(), has_logits(leaf.head))
 
     def load(self, entry: Entry) -> tuple[StoredState, Any]:
         """A state, and what `Session.import_state` takes with its tokens.
@@ -286,7 +267,7 @@ class Store:
         """
         if self.codec is None:
             raise Ds4Error("states can be loaded only for a model")
-        with self._open_chain(entry) as chain:
+        with self.open_chain(entry) as chain:
             stored = self._stored(entry, chain)
             with self._blaming(entry.name):
                 if chain[-1].head.fingerprint != self.codec.fingerprint:
@@ -320,8 +301,12 @@ class Store:
             check_section(part.head.sections[index], buffer)
 
     @contextlib.contextmanager
-    def _open_chain(self, entry: Entry) -> Iterator[list[OpenEntry]]:
-        """The files that make a state, from its beginning. They stay readable though they are deleted meanwhile."""
+    def open_chain(self, entry: Entry) -> Iterator[list[OpenEntry]]:
+        """The files that make a state, from its beginning, open: they stay readable though they are deleted meanwhile.
+
+        Raises:
+            Ds4Error: one is not there, or damaged.
+        """
         with contextlib.ExitStack() as stack:
             with self._lock:
                 chain = self._chain(entry)
@@ -417,7 +402,7 @@ class Store:
             parent = self._parent(state)
             same = self._same(name)
             if same is None:
-                plan = _Plan(state, parent, self.codec)
+                plan = NewFile(state, parent, self.codec)
                 protected = {*state.protected, *([] if parent is None else [e.name for e in self._chain(parent) or []])}
                 if not self._make_room(plan.size, protected, state.incoming or state.key):
                     log.info("%s is not stored: %d bytes do not fit the budget", name, plan.size)
@@ -448,6 +433,40 @@ class Store:
             self.files.discard(temporary)
             raise
         finally:
+            os.close(fd)
+
+    def adopt(
+        self, name: str, size: int, pieces: Iterable[tuple[int, bytes]], check: Callable[[Files, str], Entry]
+    ) -> Entry:
+        """Take in a whole file from elsewhere, given as pieces with their offsets; `check` reads all of it.
+
+        Raises:
+            Ds4Error: it is there already, damaged, or does not fit the budget.
+        """
+        with self.files.lock():
+            self._scan()
+            if self.get(name) is not None:
+                raise Ds4Error(f"{name} is here already")
+            if not self._make_room(size, (), b""):
+                raise Ds4Error(f"{size} bytes do not fit the budget")
+            fd, temporary = self.files.create(name, size)
+        try:
+            for at, piece in pieces:
+                self.files.write(fd, piece, at)
+            self.files.sync(fd)
+            with self.files.lock():
+                self.files.commit(temporary, name)
+                try:
+                    entry = check(self.files, name)
+                except BaseException:
+                    self.files.remove(name)
+                    raise
+                with self._lock:
+                    self._entries[name] = entry
+                    self._index.update({name: (entry.size, entry.mtime_ns, entry.row())})
+            return entry
+        finally:
+            self.files.discard(temporary)
             os.close(fd)
 
     def _same(self, name: str) -> Entry | None:
@@ -515,53 +534,3 @@ class Store:
             if entry is not None:
                 self._evicted(entry)
         return True
-
-
-class _Plan:
-    """How a new file is laid out; all sizes are known before the first byte is written."""
-
-    def __init__(self, state: NewState, parent: Entry | None, codec: StateCodec) -> None:
-        self.state, self.parent, self.codec = state, parent, codec
-        self.start = 0 if parent is None else parent.tokens
-        ids = token_bytes(state.tokens[self.start :])
-        meta = json.dumps(state.meta).encode()
-        self.parts = [
-            Part(SectionKey(META), len(meta), lambda: memoryview(meta)),
-            Part(SectionKey(TOKENS), len(ids), lambda: memoryview(ids)),
-            *state.parts(self.start),
-        ]
-        self.tool_map = pack_tool_map(state.turns)
-        self.front = HEADER_BYTES + 4 + len(state.key)
-        self.payload = head_size(len(self.parts)) + sum(part.size for part in self.parts)
-        self.size = self.front + self.payload + len(self.tool_map)
-
-    def write(self, files: Files, fd: int, now: int, context: int, model: int) -> PayloadHead:
-        """Write all of it; one section at a time is in memory."""
-        at = self.front + head_size(len(self.parts))
-        sections = []
-        for part in self.parts:
-            data = part.read()
-            if len(data) != part.size:
-                raise Ds4Error(f"section {part.key} has {len(data)} bytes instead of {part.size}")
-            files.write(fd, data, at)
-            sections.append(Section(part.key, part.size, zlib.crc32(data)))
-            at += part.size
-        if self.tool_map:
-            files.write(fd, self.tool_map, at)
-        tokens, parent = self.state.tokens, self.parent
-        head = PayloadHead(
-            self.codec.fingerprint,
-            bytes(16) if parent is None else bytes.fromhex(parent.id),
-            NO_PARENT if parent is None else bytes.fromhex(parent.name[:40]),
-            self.start,
-            len(tokens),
-            token_digest(tokens),
-            tuple(sections),
-        )
-        header = Header(
-            self.codec.quant_bits, self.state.reason, Flags.TOOL_MAP if self.tool_map else Flags.NONE, model,
-            len(tokens), 0, min(context, 2**32 - 1), now, now, head.payload_bytes,
-        )  # fmt: skip
-        key = self.state.key
-        files.write(fd, header.pack() + len(key).to_bytes(4, "little") + key + head.pack(), 0)
-        return head

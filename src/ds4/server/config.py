@@ -24,9 +24,7 @@ NOT_BUILT = frozenset(
         "--cuda-tensor-parallel", "--ssd-streaming", "--ssd-streaming-cold", "--ssd-streaming-cache-experts",
         "--ssd-streaming-preload-experts", "--simulate-used-memory", "--mtp", "--mtp-draft", "--mtp-margin", "--dspark",
         "--dspark-confidence", "--dspark-strict", "--expert-profile", "--dir-steering-file", "--dir-steering-ffn",
-        "--dir-steering-attn", "--dir-steering-policy", "--kv-disk-dir", "--kv-disk-space-mb", "--kv-cache-min-tokens",
-        "--kv-cache-cold-max-tokens", "--kv-cache-continued-interval-tokens", "--kv-cache-boundary-trim-tokens",
-        "--kv-cache-boundary-align-tokens", "--kv-cache-reject-different-quant", "--batched-session",
+        "--dir-steering-attn", "--dir-steering-policy", "--batched-session",
         "--mixed-prefill-quantum", "--vision", "--role", "--layers", "--listen", "--coordinator", "--tensor-parallel",
         "--transport",
     }
@@ -43,7 +41,22 @@ OF_DS4 = frozenset(
     }
 )  # fmt: skip
 
-TOPICS = {"model": "model", "chat": "chat format", "server": "server", "testing": "testing"}
+TOPICS = {
+    "model": "model",
+    "chat": "chat format",
+    "kv-cache": "conversations on disk",
+    "server": "server",
+    "testing": "testing",
+}
+
+_KV_LIMITS = {
+    "kv_disk_space_mb": 1,
+    "kv_cache_min_tokens": 1,
+    "kv_cache_cold_max_tokens": 0,
+    "kv_cache_continued_interval_tokens": 0,
+    "kv_cache_boundary_trim_tokens": 0,
+    "kv_cache_boundary_align_tokens": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,15 @@ class ServerConfig:
         tool_memory_max_ids, tool_memory_bytes: limits of what `replay` remembers.
         keep_alive_seconds: longest silence on a stream.
         first_byte_seconds: how long a stream may wait for its status before the headers go out.
+        kv_disk_dir: directory in which states of conversations are kept; None: they are in memory only.
+        kv_disk_space_mb: MiB that its files may have.
+        kv_cache_min_tokens: shorter states are not stored, nor loaded.
+        kv_cache_cold_max_tokens: the beginning of a new prompt is stored for others if the prompt is at most this long;
+            0: never.
+        kv_cache_continued_interval_tokens: a state is stored each time it has grown by as many tokens, rounded up to
+            `kv_cache_boundary_align_tokens`; 0: never.
+        kv_cache_boundary_trim_tokens, kv_cache_boundary_align_tokens: a prompt without a system region is stored so
+            many tokens before its end, at a multiple of the other.
         max_body_bytes: larger request bodies are refused.
         chdir: directory to work in.
     """
@@ -121,6 +143,13 @@ class ServerConfig:
     tool_memory_bytes: int = 512 << 20
     keep_alive_seconds: float = 10.0
     first_byte_seconds: float = 1.0
+    kv_disk_dir: Path | None = None
+    kv_disk_space_mb: int = 4096
+    kv_cache_min_tokens: int = 512
+    kv_cache_cold_max_tokens: int = 30_000
+    kv_cache_continued_interval_tokens: int = 10_000
+    kv_cache_boundary_trim_tokens: int = 32
+    kv_cache_boundary_align_tokens: int = 2048
     max_body_bytes: int = 64 << 20
     chdir: Path | None = None
 
@@ -128,6 +157,14 @@ class ServerConfig:
         for name, low in (("ctx", 1), ("max_tokens", 0), ("max_sessions", 1), ("max_queue", 0), ("checkpoint_mb", 0)):
             if getattr(self, name) < low:
                 raise Ds4Error(f"{name} is {getattr(self, name)}, but must be at least {low}")
+        for name in _KV_LIMITS:
+            if getattr(self, name) < _KV_LIMITS[name]:
+                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be at least {_KV_LIMITS[name]}")
+        if 0 < self.kv_cache_cold_max_tokens < self.kv_cache_min_tokens:
+            raise Ds4Error(
+                f"kv_cache_cold_max_tokens is {self.kv_cache_cold_max_tokens}, but must be 0 or at least"
+                f" kv_cache_min_tokens, {self.kv_cache_min_tokens}"
+            )
         for name in ("threads", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -263,6 +300,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--disable-exact-dsml-tool-replay", action="store_true", help="always write calls anew")
     chat.add_argument("--tool-memory-max-ids", type=int, metavar="N", help="tool calls remembered for replay (100000)")
+
+    disk = parser.add_argument_group("conversations on disk")
+    disk.add_argument(
+        "--kv-disk-dir",
+        type=_path,
+        metavar="DIR",
+        help="keep states of conversations in this directory (off)",
+    )
+    for flag, text in (
+        ("--kv-disk-space-mb", "MiB that its files may have (4096)"),
+        ("--kv-cache-min-tokens", "store and load states of at least N tokens (512)"),
+        ("--kv-cache-cold-max-tokens", "store the beginning of new prompts of at most N tokens; 0: never (30000)"),
+        ("--kv-cache-continued-interval-tokens", "store a state each time it has grown by N tokens; 0: never (10000)"),
+        ("--kv-cache-boundary-trim-tokens", "store a prompt without system region N tokens before its end (32)"),
+        ("--kv-cache-boundary-align-tokens", "and at a multiple of N tokens (2048)"),
+    ):
+        disk.add_argument(flag, type=int, metavar="N", help=text)
+    disk.add_argument(
+        "--kv-cache-reject-different-quant",
+        action="store_true",
+        help="never load states of another quantisation; this is always so",
+    )
 
     http = parser.add_argument_group("server")
     http.add_argument("--host", help="address to listen on (127.0.0.1)")

@@ -51,6 +51,7 @@ class Plan:
         detail: how the slot was recognised: `memory-token`, `memory-text`, `visible`, `calls`, or empty.
         miss: why the best slot's state ends before the prompt does not follow it; empty if nothing was lost.
         sampled: the last answer in the tokens is one as it was sampled, whatever the prompt shows of it.
+        disk: the name of the stored state that was loaded for it; empty: none.
     """
 
     slot: Slot | None
@@ -60,6 +61,7 @@ class Plan:
     detail: str = ""
     miss: str = ""
     sampled: bool = False
+    disk: str = ""
 
     @property
     def whole(self) -> bool:
@@ -68,8 +70,8 @@ class Plan:
 
     @property
     def source(self) -> str:
-        """`live`, `checkpoint` or `none`."""
-        return "none" if not self.reused else "live" if self.whole else "checkpoint"
+        """`live`, `checkpoint`, `disk` or `none`."""
+        return "none" if not self.reused else "disk" if self.disk else "live" if self.whole else "checkpoint"
 
 
 def plan(prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode, context: int, limit: int) -> Plan:

@@ -60,6 +60,7 @@ class Metrics:
         self._replayed = counter("replayed_turns", "Earlier turns with calls, by how they were written", "way")
         self._evictions = counter("session_evictions", "Live conversations that were given up, by why", "reason")
         self._recoveries = counter("recoveries", "Answers that went on after a mistake in a call", "kind")
+        self._disk = counter("disk_states", "States of conversations on disk, by what happened to them", "event")
         self._waiting = gauge("requests_waiting", "Requests that wait for a conversation")
         self._running = gauge("requests_running", "Answers that are being prepared or written")
         self._sessions = gauge("sessions", "Live conversations")
@@ -87,7 +88,8 @@ class Metrics:
                 self._requests,
                 ("stop", "length", "tool_calls", "malformed", "cancelled", "failed", "overdue", "refused"),
             ),
-            (self._prompt, ("evaluated", "live", "checkpoint")),
+            (self._prompt, ("evaluated", "live", "checkpoint", "disk")),
+            (self._disk, ("stored", "loaded", "evicted", "failed")),
             (self._replayed, ("memory", "disk", "canonical", "missing")),
             (self._evictions, ("room", "failed", "stuck")),
             (self._recoveries, ("second_attempt", "closed_reasoning")),
@@ -96,7 +98,7 @@ class Metrics:
             for value in values:
                 metric.labels(value)
         self._prefixes.labels("none", "none")
-        for source in ("live", "checkpoint"):
+        for source in ("live", "checkpoint", "disk"):
             for detail in ("memory-token", "memory-text", "visible", "calls"):
                 self._prefixes.labels(source, detail)
         # Once a chunk of a prompt: without a look-up.
@@ -121,7 +123,8 @@ class Metrics:
         """A chunk of a prompt was evaluated."""
         self._evaluated.inc(running.evaluated)
         if running.found:
-            self._prompt.labels("live" if running.source == "live" else "checkpoint").inc(running.found)
+            source = running.source if running.source in ("live", "disk") else "checkpoint"
+            self._prompt.labels(source).inc(running.found)
 
     def begun(self, seconds: float) -> None:
         """A request has its first token, so long after its arrival."""
@@ -152,6 +155,10 @@ class Metrics:
     def evicted(self, reason: str, count: int = 1) -> None:
         """Live conversations were given up: to make `room`, as a step on them `failed`, or is `stuck`."""
         self._evictions.labels(reason).inc(count)
+
+    def disk(self, event: str) -> None:
+        """A state was `stored`, `loaded`, `evicted` to make room, or one of these `failed`. Any thread may call it."""
+        self._disk.labels(event).inc()
 
     def responded(self, path: str, status: int) -> None:
         """A response began; `path` is one of few."""

@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
@@ -58,13 +58,18 @@ class _Turn:
 
 
 class ReplayMemory:
-    """Call id -> block of the turn it belongs to; the least recently used ids are forgotten first. Thread-safe."""
+    """Call id -> block of the turn it belongs to; the least recently used ids are forgotten first. Thread-safe.
+
+    Attributes:
+        recall: called when calls are not known, before they are looked up again; it may import what is on disk.
+    """
 
     def __init__(self, max_ids: int = 100_000, max_bytes: int = 512 << 20) -> None:
         self.max_ids, self.max_bytes = max_ids, max_bytes
         self._lock = threading.Lock()
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self.nbytes = 0
+        self.recall: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -91,6 +96,9 @@ class ReplayMemory:
         if message.role != "assistant" or not message.tool_calls:
             return message
         block, way = (message.raw_dsml, "memory") if message.raw_dsml else self._find(message.tool_calls)
+        if way == "missing" and self.recall is not None:
+            self.recall()
+            block, way = self._find(message.tool_calls)
         if counts is not None:
             counts[way] += 1
         return replace(message, raw_dsml=block)

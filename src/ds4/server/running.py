@@ -253,6 +253,13 @@ class Running:
             index=self.index,
         )
 
+    def attempt_again(self, ids: list[int], first: Earlier) -> None:
+        """A second attempt continues `first`, and its prompt is these tokens."""
+        self.first, self.generation = first, None
+        self.again, self.boundaries, self.malformed = ids, [], False
+        self.chooser = self.chooser.again(self.slot.session)
+        self.call_ids.clear()
+
     def note_malformed(self) -> bool:
         """A call in its present attempt cannot be read; False if that was known."""
         known, self.malformed = self.malformed, True

@@ -466,7 +466,10 @@ def scripted_backend(
     """What answers from a script."""
     extended = ScriptedTokenizer(tokenizer, [piece for line in lines for piece in line.pieces])
     runner = ScriptedRunner(replace(TINY, name="custom", vocab=extended.ids), extended, kv_bytes, wait)
-    return Backend(Engine(runner, extended, config), name, Script(lines, extended).chooser, runner.close)
+    from ds4.server.scripted_codec import ScriptedCodec
+
+    codec = ScriptedCodec(runner.shape, kv_bytes)
+    return Backend(Engine(runner, extended, config), name, Script(lines, extended).chooser, runner.close, codec)
 
 
 def load_script(path: Path) -> list[Line]:

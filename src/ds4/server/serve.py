@@ -19,6 +19,7 @@ import uvicorn
 
 from ds4.engine import Engine, EngineConfig
 from ds4.engine.loading import load
+from ds4.engine.packing import ModelCodec
 from ds4.errors import Ds4Error
 from ds4.gguf.file import embedded_model_path, open_model
 from ds4.process import exit_at_interrupt
@@ -39,6 +40,9 @@ _MAX_UNREAD_HEAD = 4 * MAX_HEADER_BYTES
 
 _SHUTDOWN_SECONDS = 3
 """How long connections may take to end at a signal: clients that send half a request or read nothing do not end."""
+
+_STORE_SECONDS = 60
+"""How long the live conversations may take to be stored on disk at a signal."""
 
 
 def run(config: ServerConfig, listener: socket.socket) -> int:
@@ -62,6 +66,7 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
         server.run(sockets=[listener])
     finally:
         worker.stop(timeout=5)
+        worker.disk.close(timeout=_STORE_SECONDS)
         trace.close()
     return 0
 
@@ -124,7 +129,8 @@ def load_backend(config: ServerConfig) -> Backend:
         log.warning("the model's context of %d tokens is smaller than --ctx %d", engine.context, config.ctx)
     if config.warmup:
         warm_up(engine)
-    return Backend(engine, model_id(engine.shape.name))
+    codec = None if config.kv_disk_dir is None else ModelCodec(engine)
+    return Backend(engine, model_id(engine.shape.name), codec=codec)
 
 
 def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -> Backend:

@@ -6,6 +6,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ds4.chat.message import ToolCall
 from ds4.engine import Engine, Session
@@ -143,6 +144,7 @@ class Slot:
         used: when it was last used, on the clock of its table.
         spare: it holds one of several answers to a prompt that another slot holds as well, and nothing says that it
             will be continued.
+        saved: its states on disk (see `ds4.server.disk.Saved`).
     """
 
     def __init__(self, session: Session) -> None:
@@ -151,6 +153,7 @@ class Slot:
         self.used = 0
         self.spare = False
         self.anchors: list[Anchor] = []
+        self.saved: list[Any] = []
         self._key = TokenKey(session.engine.tokenizer)
 
     def key(self) -> TokenKey:
@@ -169,6 +172,7 @@ class Slot:
     def keep(self, tokens: int) -> None:
         """Forget what is known about the session behind its first `tokens` tokens: they are going to change."""
         self.anchors = [anchor for anchor in self.anchors if anchor.tokens <= tokens]
+        self.saved = [saved for saved in self.saved if saved.tokens <= tokens]
 
     def bind(self, anchor: Anchor) -> None:
         """Let prompts continue at an anchor; it replaces the one that is reached by the same prompts."""
@@ -178,18 +182,18 @@ class Slot:
     def fork(self) -> Slot:
         """A slot with an equal session of its own."""
         other = Slot(self.session.fork())
-        other.anchors, other._key = list(self.anchors), self._key.copy()
+        other.anchors, other.saved, other._key = list(self.anchors), list(self.saved), self._key.copy()
         return other
 
 
 class SlotTable:
-    """Up to `limit` slots; one leaves for a new conversation, which `evicted` is told.
+    """Up to `limit` slots; one leaves for a new conversation, and `leaving` is told before.
 
     That is a spare one if there is one, otherwise the least recently used one.
     """
 
-    def __init__(self, engine: Engine, limit: int, evicted: Callable[[], None] = lambda: None) -> None:
-        self.engine, self.limit, self._evicted = engine, limit, evicted
+    def __init__(self, engine: Engine, limit: int, leaving: Callable[[Slot], None] = lambda slot: None) -> None:
+        self.engine, self.limit, self._leaving = engine, limit, leaving
         self.slots: list[Slot] = []
         self._clock = 0
 
@@ -228,6 +232,14 @@ class SlotTable:
         self.touch(slot)
         return slot
 
+    def add(self, session: Session) -> Slot:
+        """A slot for a session from elsewhere, not busy."""
+        self._make_room()
+        slot = Slot(session)
+        self.slots.append(slot)
+        self.touch(slot)
+        return slot
+
     def touch(self, slot: Slot) -> None:
         """Note that a slot is used now."""
         self._clock += 1
@@ -241,8 +253,8 @@ class SlotTable:
     def _make_room(self) -> None:
         oldest = self._oldest()
         if oldest is not None:
+            self._leaving(oldest)
             self.drop(oldest)
-            self._evicted()
 
     def _oldest(self) -> Slot | None:
         """The slot that leaves next if one has to leave now; None while there is room, or if all are busy."""

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from math import inf
 
 from ds4.chat.events import CallBegin, Event
@@ -21,16 +22,17 @@ from ds4.server.config import ServerConfig
 from ds4.server.constraints import SchemaError
 from ds4.server.continuation import Plan, bind_reply, plan
 from ds4.server.decode import Ending, Generation
+from ds4.server.disk import open_disk
 from ds4.server.metrics import Metrics
 from ds4.server.prompting import PromptBuilder
 from ds4.server.recovery import MIN_ROOM, correction
 from ds4.server.replay import ReplayMemory
+from ds4.server.replies import DEFECT, SHUTTING_DOWN, Replies, overdue, stuck_message, text_of
 from ds4.server.request import (
     Admitted,
     ChatRequest,
     Done,
     Events,
-    Failed,
     Job,
     Prompt,
     QueueFullError,
@@ -50,15 +52,13 @@ from ds4.server.running import (
     note_prompt,
     turn_of,
 )
-from ds4.server.slots import SlotTable
+from ds4.server.slots import Slot, SlotTable
 from ds4.server.trace import Trace
 from ds4.server.turns import TurnMemory
 from ds4.server.watch import Clock, StepLostError, StepWatch
 
 log = logging.getLogger("ds4.server")
 
-SHUTTING_DOWN = "server shutting down"
-_DEFECT = "internal error; see the server's log"
 _SHARED_CHUNK = 128
 """Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
 
@@ -82,6 +82,9 @@ class Worker:
             self.engine.shape.vocab,
         )
         self.metrics = Metrics(backend.name, self.engine.context, config.max_sessions)
+        self._clock = clock or Clock()
+        self._replies = Replies(self.trace, self.metrics, self._clock)
+        self.disk = open_disk(backend, config, self.replay, self.trace, self.metrics, self.prompts.encode)
         self._slots = self._new_slots()
         self._prefilling: list[Running] = []
         self._decoding: list[Running] = []
@@ -95,7 +98,6 @@ class Worker:
         self._idle = True
         self._count = 0
         self._stuck_steps = 0
-        self._clock = clock or Clock()
         self._watch = StepWatch(config.step_timeout, self._clock)
         self._thread = self._new_thread()
         self.metrics.follow(self.status)
@@ -198,7 +200,7 @@ class Worker:
             if not self._changed.wait_for(lambda: self._ended, timeout):
                 return False
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self.disk.close(timeout)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class Worker:
             while self._wait_for_work():
                 try:
                     self._questions.settle()
+                    self.disk.settle()
                     self._end_left()
                     self._admit()
                     self._prefill()
@@ -219,7 +222,7 @@ class Worker:
                 except Exception:
                     # A defect of the loop itself must not leave clients waiting for ever.
                     log.exception("the worker failed")
-                    self._fail_all(500, _DEFECT)
+                    self._fail_all(500, DEFECT)
         except StepLostError:
             # Nothing here belongs to this thread any more.
             lost = True
@@ -230,13 +233,15 @@ class Worker:
 
     def _end(self) -> None:
         """However the thread ends, nobody waits for it any more."""
-        message = SHUTTING_DOWN if self._stopping else _DEFECT
+        message = SHUTTING_DOWN if self._stopping else DEFECT
         with self._changed:
             self._ended = True
         self._watch.close()
+        if self._stopping:
+            self.disk.shutdown(self._slots.slots)
         self._fail_all(503, message)
         for job in self._take_waiting():
-            self._refuse(job, 503, message)
+            self._replies.refuse(job, 503, message)
         self._questions.settle(ended=True)
 
     def _replace_stuck_threads(self) -> None:
@@ -253,21 +258,19 @@ class Worker:
             self.engine = self.engine.renew()
         except Ds4Error as error:  # no room on the device beside what the lost step holds
             log.error("the server cannot go on after a step of the model that did not return: %s", error)
+            self._slots = self._new_slots()
             for running in stuck:
-                self._refuse(running.job, 503, _DEFECT)
+                self._replies.refuse(running.job, 503, DEFECT)
             self._end()
             return
         self.metrics.evicted("stuck", len(self._slots.slots))
         self.metrics.stuck_steps.inc()
         self._slots = self._new_slots()
         self._stuck_steps += 1
-        message = (
-            f"a step of the model did not return within {self.config.step_timeout:g} s (--step-timeout) and was given"
-            " up; the server goes on without the conversations that were live"
-        )
+        message = stuck_message(self.config)
         log.error("requests %s finish=error %s", [running.job.number for running in stuck], message)
         for running in stuck:
-            self._refuse(running.job, 500, message)
+            self._replies.refuse(running.job, 500, message)
         self._thread = self._new_thread()
         self._thread.start()
 
@@ -294,7 +297,11 @@ class Worker:
         return jobs
 
     def _new_slots(self) -> SlotTable:
-        return SlotTable(self.engine, self.config.max_sessions, lambda: self.metrics.evicted("room"))
+        return SlotTable(self.engine, self.config.max_sessions, self._leaving)
+
+    def _leaving(self, slot: Slot) -> None:
+        self.metrics.evicted("room")
+        self.disk.leaving(slot)
 
     def _plan(self, request: ChatRequest, prompt: Prompt) -> Plan:
         context, limit = self.engine.context, self._room(request, 0)
@@ -306,7 +313,7 @@ class Worker:
                 self._start(job)
             except Exception as error:
                 log.exception("request %d could not be started", job.number)
-                self._refuse(job, 500, _text(error))
+                self._replies.refuse(job, 500, text_of(error))
             finally:
                 self._between = 0
 
@@ -320,9 +327,9 @@ class Worker:
         for left in gone:
             if left.cancelled:
                 self.trace.write(left.number, "cancel", phase="queue")
-                self._ended_as(left, "cancelled")
+                self._replies.ended(left, "cancelled")
             else:
-                self._refuse(left, 503, self._overdue("it waited"), "overdue")
+                self._replies.refuse(left, 503, overdue(self.config, "it waited"), "overdue")
         with self._changed:
             job = self._waiting.take(self._slots.free - sum(running.due for running in self._prefilling))
             self._between = int(job is not None)
@@ -337,18 +344,15 @@ class Worker:
                 self._cancel(running, "prefill" if reading else "decode")
             elif running.job.deadline <= now:
                 phase = "its prompt was read" if reading else "its answer was written"
-                message = self._overdue(phase) + "; what was computed stays, so the same request goes on from there"
+                message = overdue(self.config, phase, stays=True)
                 log.info("request %d finish=error %s", running.job.number, message)
                 self._release(running)
-                self._refuse(running.job, 503, message, "overdue")
-
-    def _overdue(self, phase: str) -> str:
-        seconds = self.config.request_timeout
-        return f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {phase}"
+                self._replies.refuse(running.job, 503, message, "overdue")
 
     def _start(self, job: TimedJob) -> None:
-        chosen = self._plan(job.request, job.prompt)
-        slot = self._slots.take(chosen.slot, chosen.whole)
+        again = partial(self._plan, job.request, job.prompt)
+        chosen = self.disk.restore(job, again(), self._slots, again)
+        slot = self._slots.take(chosen.slot, chosen.whole or bool(chosen.disk))
         try:
             slot.keep(chosen.kept)
             chooser = self.backend.chooser(slot.session, job.request.sampling)
@@ -364,9 +368,9 @@ class Worker:
             self.metrics.admitted(job, chosen, self._clock.now())
         except Exception as error:
             log.exception("request %d could not be started", job.number)
-            self._fail(running, 500, _text(error))
+            self._fail(running, 500, text_of(error))
             return
-        self._deliver(job, Admitted(running.usage))
+        self._replies.deliver(job, Admitted(running.usage))
 
     def _prefill(self) -> None:
         """Evaluate one chunk of the prompt whose turn it is."""
@@ -379,9 +383,10 @@ class Worker:
             complete = self._watch.step(lambda: running.evaluate(chunk))
         except Exception as error:
             log.exception("request %d failed in its prompt", job.number)
-            self._fail(running, 500, _text(error))
+            self._fail(running, 500, text_of(error))
             return
         self.metrics.evaluated(running)
+        self.disk.evaluated(running, complete)
         log.info("request %d prefill chunk %d/%d", job.number, len(session.tokens), len(running.ids))
         # Prompts take turns; in one go, as other threads look.
         self._prefilling[:] = [*self._prefilling[1:], running]
@@ -402,7 +407,7 @@ class Worker:
             log.exception("request %d: its answers could not begin", running.job.number)
             for slot in slots:
                 self._slots.drop(slot)
-            self._fail(running, 500, _text(error))
+            self._fail(running, 500, text_of(error))
             return
         if running.first is None:
             log.info("request %d prompt done in %.2f s", running.job.number, running.answering - running.started)
@@ -443,10 +448,10 @@ class Worker:
                 # The request's own fault; its state is as good as before.
                 log.info("request %d finish=error %s", running.job.number, error)
                 self._release(running)
-                self._refuse(running.job, 400, str(error))
+                self._replies.refuse(running.job, 400, str(error))
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
-                self._fail(running, 500, _text(error))
+                self._fail(running, 500, text_of(error))
         self.metrics.completion_tokens.inc(wrote)
         if not stepping:
             return
@@ -455,10 +460,12 @@ class Worker:
             batch = [(running.slot.session, generation.fresh) for running, generation in stepping]
             self._watch.step(lambda: self.engine.step(batch))
             self.metrics.step_seconds.observe(self._clock.now() - began)
+            for running, generation in stepping:
+                self.disk.stepped(running.slot, running.job.number, len(generation.fresh))
         except Exception as error:
             log.exception("a step of requests %s failed", [running.job.number for running, _ in stepping])
             for running, _ in stepping:
-                self._fail(running, 500, _text(error))
+                self._fail(running, 500, text_of(error))
 
     def _ask_again(self, running: Running, generation: Generation) -> bool:
         """Tell the model that its calls were malformed, and let it answer anew, once. False: there is no room for that.
@@ -475,11 +482,8 @@ class Worker:
         log.info("request %d malformed tool call, asking the model again: %s", job.number, generation.malformed)
         self.trace.write(job.number, "inject", text=text)
         # The end of the sentence, with which the text begins, is no token of an answer.
-        running.first, running.generation = generation.earlier(len(injected) - 1), None
-        running.again, running.boundaries, running.malformed = ids, [], False
+        running.attempt_again(ids, generation.earlier(len(injected) - 1))
         self.metrics.completion_tokens.inc(len(injected) - 1)
-        running.chooser = running.chooser.again(session)
-        running.call_ids.clear()
         self._prefilling.append(running)
         self._decoding.remove(running)
         return True
@@ -493,7 +497,7 @@ class Worker:
             if isinstance(event, CallBegin):
                 running.call_ids.append(self.replay.new_id(running.job.request.call_prefix, running.call_ids))
         logprobs = running.generation.take_logprobs() if running.generation else ()
-        self._deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs, running.index))
+        self._replies.deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs, running.index))
 
     def _finish(self, running: Running, ending: Ending) -> None:
         job, slot = running.job, running.slot
@@ -522,9 +526,9 @@ class Worker:
         # A stream ends with calls that cannot be read, and with it the answers that are left.
         broken = ending.reason == "error" and job.request.streamed
         if broken or not left:
-            self._ended_as(job, "malformed" if ending.reason == "error" else ending.reason)
+            self._replies.ended(job, "malformed" if ending.reason == "error" else ending.reason)
         done = Done(ending.reason, message, job.usage, ending.stop_string, whole, logprobs, running.index, left)
-        self._deliver(job, done)
+        self._replies.deliver(job, done)
         job.closed = broken or not left
         if broken and left:
             job.cancel()
@@ -533,6 +537,7 @@ class Worker:
             if ending.bindable or (ending.reason == "tool_calls" and ending.stop_string is None):
                 slot.session.checkpoint()
                 bind_reply(slot, job.prompt, message, self.engine.tokenizer, self.prompts.encode, self.config.template)
+            self.disk.answered(running)
         except Exception:
             log.exception("request %d: its answer cannot be continued by what a client shows of it", job.number)
         finally:
@@ -541,7 +546,7 @@ class Worker:
     def _cancel(self, running: Running, phase: str) -> None:
         """The client left. What was computed stays: a repeated request goes on from there."""
         log.info("request %d finish=cancelled in %s", running.job.number, phase)
-        self._ended_as(running.job, "cancelled")
+        self._replies.ended(running.job, "cancelled")
         self.trace.write(running.job.number, "cancel", phase=phase)
         self._release(running)
 
@@ -549,32 +554,13 @@ class Worker:
         log.info("request %d finish=error %s", running.job.number, message)
         self.trace.write(running.job.number, "error", message=message)
         self._release(running)
+        self.disk.failed(running)
         try:
             # A step that broke off leaves a state nobody should continue.
             self._slots.drop(running.slot)
             self.metrics.evicted("failed")
         finally:
-            self._deliver_failure(running.job, status, message)
-
-    def _deliver_failure(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
-        """Once for all answers to a request; those that are still being written end with the next step."""
-        if job.closed:
-            return
-        job.closed = True
-        self._ended_as(job, outcome)
-        self._deliver(job, Failed(status, message))
-        if job.request.n > 1:
-            job.cancel()
-
-    def _ended_as(self, job: TimedJob, outcome: str) -> None:
-        """Count how a request ended as a whole, if it had not ended yet."""
-        if job.finish(outcome):
-            self.metrics.ended(outcome, self._clock.now() - job.arrived)
-
-    def _refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
-        """The failure of a request that holds nothing."""
-        self.trace.write(job.number, "error", message=message)
-        self._deliver_failure(job, status, message, outcome)
+            self._replies.fail(running.job, status, message)
 
     def _release(self, running: Running) -> None:
         if running in self._prefilling:
@@ -583,17 +569,3 @@ class Worker:
             self._decoding.remove(running)
         running.slot.busy = False
         self._slots.touch(running.slot)
-
-    def _deliver(self, job: Job, reply: Reply) -> None:
-        try:
-            job.deliver(reply)
-        except RuntimeError:
-            # The handler's event loop is gone, and with it the client.
-            job.cancel()
-        except Exception:
-            log.exception("request %d: a reply could not be delivered", job.number)
-            job.cancel()
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -1,0 +1,206 @@
+"""The command `ds4-kv`: look into a directory of stored conversations, check it, make room, move entries."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ds4.errors import Ds4Error, FileFormatError
+from ds4.kvstore.container import HEADER_BYTES, is_file_name
+from ds4.kvstore.disk import Files
+from ds4.kvstore.reading import Entry, opened, verify
+from ds4.kvstore.store import Store
+from ds4.kvstore.transfer import export_entry, import_entry
+
+_SHOWN_BYTES = 60
+_MODELS = {0: "flash", 1: "pro"}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status: 0, 1 if something is wrong with the directory, 2 for a mistake."""
+    options = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        files = Files(options.directory, create=options.command == "import")
+        try:
+            return int(options.run(Store(files), options))
+        finally:
+            files.close()
+    except (Ds4Error, OSError) as error:
+        print(f"ds4-kv: {error}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="ds4-kv",
+        description="Look after the conversations that a server keeps with --kv-disk-dir.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        one.add_argument("directory", type=Path, metavar="DIR", help="the directory of --kv-disk-dir")
+        one.set_defaults(run=run)
+        return one
+
+    listing = command("list", _list, "list all entries, those used last first")
+    listing.add_argument("--no-text", action="store_true", help="do not show how their text begins")
+    showing = command("show", _show, "say all about one entry")
+    showing.add_argument("entry", metavar="KEY", help="its key, or how that begins")
+    showing.add_argument("--text", action="store_true", help="print all of its text")
+    checking = command("verify", _verify, "read every byte and check it")
+    checking.add_argument("entry", nargs="*", metavar="KEY", help="only these; default: all")
+    checking.add_argument("--delete", action="store_true", help="delete what is damaged or cannot be used")
+    pruning = command("prune", _prune, "delete the entries that are worth least until the rest fits a size")
+    pruning.add_argument("--size", type=_size, required=True, metavar="SIZE", help="bytes; K, M, G behind them count")
+    exporting = command("export", _export, "write one entry, with all it builds on, to one file")
+    exporting.add_argument("entry", metavar="KEY", help="its key, or how that begins")
+    exporting.add_argument("file", type=Path, metavar="FILE", help="the new file")
+    importing = command("import", _import, "take in a file that export wrote")
+    importing.add_argument("file", type=Path, metavar="FILE", help="the file")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+)([kmg]?)i?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with K, M or G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _list(store: Store, options: argparse.Namespace) -> int:
+    entries = sorted(store.entries(), key=lambda entry: entry.used, reverse=True)
+    print(f"{'key':12} {'tokens':>8} {'from':>8} {'bytes':>8} {'hits':>5} {'age':>5} {'unused':>6} reason     text")
+    for entry in entries:
+        mark = "" if store.usable(entry) else " [what it builds on is gone]"
+        text = "" if options.no_text else _text(store, entry, _SHOWN_BYTES)
+        print(
+            f"{entry.name[:12]} {entry.tokens:8} {entry.start:8} {_bytes(entry.size):>8} {entry.hits:5} "
+            f"{_age(entry.created):>5} {_age(entry.used):>6} {entry.reason.name.lower():10} {text}{mark}"
+        )
+    for name in store.broken():
+        print(f"{name[:12]} cannot be read; verify says why")
+    print(f"{len(entries)} entries, {_bytes(store.total())} in all files")
+    return 0
+
+
+def _show(store: Store, options: argparse.Namespace) -> int:
+    entry = _find(store, options.entry)
+    if options.text:
+        sys.stdout.write(_text(store, entry, None))
+        return 0
+    rows = {
+        "key": entry.name[:40],
+        "tokens": entry.tokens,
+        "builds on": "nothing" if entry.parent is None else f"{entry.parent[:40]} ({entry.start} tokens)",
+        "usable": "yes" if store.usable(entry) else "no, what it builds on is gone",
+        "bytes": entry.size,
+        "key bytes": entry.key_bytes,
+        "reason": entry.reason.name.lower(),
+        "model": f"{_MODELS.get(entry.model, 'other')}, fingerprint {entry.fingerprint}",
+        "context": entry.context,
+        "hits": entry.hits,
+        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created)),
+        "last used": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.used)),
+        "tool calls": sum(len(turn.calls) for turn in store.turns(entry)),
+        "text": _text(store, entry, 400),
+    }
+    for name, value in rows.items():
+        print(f"{name + ':':12} {value}")
+    return 0
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
+    names = [_find(store, key).name for key in options.entry] or [*(e.name for e in store.entries()), *store.broken()]
+    wrong = 0
+    for name in sorted(names):
+        problem = None
+        try:
+            entry = verify(store.files, name)
+            if not store.usable(entry):
+                problem = f"what it builds on ({entry.parent}) is gone"
+        except (FileFormatError, OSError) as error:
+            problem = str(error)
+        if problem is not None:
+            wrong += 1
+            print(f"{name[:40]}: {problem}")
+            if options.delete:
+                store.remove(name)
+    print(f"{len(names)} entries checked, {wrong} wrong{' and deleted' if wrong and options.delete else ''}")
+    return 1 if wrong and not options.delete else 0
+
+
+def _prune(store: Store, options: argparse.Namespace) -> int:
+    gone = store.prune(options.size)
+    print(f"{len(gone)} entries deleted, {_bytes(store.total())} left")
+    return 0 if store.total() <= options.size else 1
+
+
+def _export(store: Store, options: argparse.Namespace) -> int:
+    size = export_entry(store, _find(store, options.entry), options.file)
+    print(f"{options.file}: {_bytes(size)}")
+    return 0
+
+
+def _import(store: Store, options: argparse.Namespace) -> int:
+    entry = import_entry(store, options.file)
+    print(f"{entry.name[:40]}: {entry.tokens} tokens, {_bytes(entry.size)}")
+    return 0
+
+
+def _find(store: Store, key: str) -> Entry:
+    """The entry whose key begins so. Raises Ds4Error."""
+    key = key.removesuffix(".kv")
+    found = [entry for entry in store.entries() if key and entry.name.startswith(key)]
+    if len(found) != 1:
+        damaged = [name for name in store.broken() if name.startswith(key)]
+        what = "more than one entry has" if found else "a damaged file has" if damaged else "no entry has"
+        raise Ds4Error(f"{what} a key that begins with {key!r}")
+    assert is_file_name(found[0].name)
+    return found[0]
+
+
+def _text(store: Store, entry: Entry, limit: int | None) -> str:
+    """How the text of an entry begins; with a limit on one line and without characters that steer a terminal."""
+    with _reading(store, entry) as fd:
+        data = os.pread(fd, entry.key_bytes if limit is None else min(limit, entry.key_bytes), HEADER_BYTES + 4)
+    text = data.replace(b"\xff", b"").decode(errors="replace")
+    if limit is None:
+        return text
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+@contextlib.contextmanager
+def _reading(store: Store, entry: Entry) -> Iterator[int]:
+    with opened(store.files, entry.name) as found:
+        yield found.fd
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "K", "M", "G", "T"):
+        if value < 1024 or unit == "T":
+            break
+        value /= 1024
+    return f"{value:.0f}{unit}" if unit == "B" or value >= 100 else f"{value:.1f}{unit}"
+
+
+def _age(moment: int) -> str:
+    seconds = max(0, int(time.time()) - moment)
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

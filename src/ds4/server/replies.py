@@ -1,0 +1,75 @@
+"""What clients are told of their requests, and how it is counted."""
+
+from __future__ import annotations
+
+import logging
+
+from ds4.server.config import ServerConfig
+from ds4.server.metrics import Metrics
+from ds4.server.request import Failed, Job, Reply
+from ds4.server.running import TimedJob
+from ds4.server.trace import Trace
+from ds4.server.watch import Clock
+
+log = logging.getLogger("ds4.server")
+
+SHUTTING_DOWN = "server shutting down"
+DEFECT = "internal error; see the server's log"
+
+
+class Replies:
+    """Hands replies to those who wait for them. Nothing that goes wrong there reaches the worker."""
+
+    def __init__(self, trace: Trace, metrics: Metrics, clock: Clock) -> None:
+        self._trace, self._metrics, self._clock = trace, metrics, clock
+
+    def deliver(self, job: Job, reply: Reply) -> None:
+        """Send a reply; a job whose client cannot have it is cancelled."""
+        try:
+            job.deliver(reply)
+        except RuntimeError:
+            # The handler's event loop is gone, and with it the client.
+            job.cancel()
+        except Exception:
+            log.exception("request %d: a reply could not be delivered", job.number)
+            job.cancel()
+
+    def fail(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
+        """Once for all answers to a request; those that are still being written end with the next step."""
+        if job.closed:
+            return
+        job.closed = True
+        self.ended(job, outcome)
+        self.deliver(job, Failed(status, message))
+        if job.request.n > 1:
+            job.cancel()
+
+    def refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
+        """The failure of a request that holds nothing."""
+        self._trace.write(job.number, "error", message=message)
+        self.fail(job, status, message, outcome)
+
+    def ended(self, job: TimedJob, outcome: str) -> None:
+        """Count how a request ended as a whole, if it had not ended yet."""
+        if job.finish(outcome):
+            self._metrics.ended(outcome, self._clock.now() - job.arrived)
+
+
+def text_of(error: Exception) -> str:
+    """What a client is told of an error."""
+    return str(error) or type(error).__name__
+
+
+def overdue(config: ServerConfig, phase: str, stays: bool = False) -> str:
+    """What a client is told whose request took too long; `phase`: what was done then; `stays`: something was."""
+    seconds = config.request_timeout
+    rest = "; what was computed stays, so the same request goes on from there" if stays else ""
+    return f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {phase}{rest}"
+
+
+def stuck_message(config: ServerConfig) -> str:
+    """What clients are told of a step that did not return."""
+    return (
+        f"a step of the model did not return within {config.step_timeout:g} s (--step-timeout) and was given"
+        " up; the server goes on without the conversations that were live"
+    )

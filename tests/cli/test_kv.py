@@ -1,0 +1,114 @@
+"""The command ds4-kv: what it says of a directory, what it deletes, and entries that move to another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds4.cli.kv import main
+from ds4.kvstore.container import StoredCall, ToolTurn
+from ds4.kvstore.reading import Entry
+from tests.engine.session_helpers import tokens
+from tests.helpers import random_engine
+from tests.kvstore.helpers import open_store, restore, save
+
+ENGINE = random_engine()
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> list[Entry]:
+    """Three entries, each of which builds on the one before."""
+    store, session, parent, entries = open_store(tmp_path / "kv", ENGINE), ENGINE.session(), None, []
+    for n in (20, 45, 70):
+        session.sync(tokens(n))
+        turns = [ToolTurn("block", (StoredCall("call_1", "f", "{}"),))] if n == 70 else []
+        parent = save(store, session, parent, key=b"\xff<User>words" + bytes(n), turns=turns)
+        assert parent is not None
+        entries.append(parent)
+    store.close()
+    return entries
+
+
+def say(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> str:
+    """What the command prints."""
+    assert main([str(argument) for argument in arguments]) == status
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_list_and_show(tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
+    listed = say(capsys, 0, "list", tmp_path / "kv")
+    for entry in chain:
+        assert entry.name[:12] in listed
+    assert "<User>words" in listed
+    assert "3 entries" in listed
+    assert "\0" not in listed
+    assert "words" not in say(capsys, 0, "list", tmp_path / "kv", "--no-text")
+    shown = say(capsys, 0, "show", tmp_path / "kv", chain[-1].name[:8])
+    assert f"{chain[1].name[:40]} (45 tokens)" in shown
+    assert "tool calls:  1" in shown
+    assert say(capsys, 0, "show", tmp_path / "kv", chain[0].name, "--text") == "<User>words" + "\0" * 20
+    assert "no entry has a key" in say(capsys, 1, "show", tmp_path / "kv", "zzz")
+
+
+def test_verify_finds_damage_and_what_depends_on_it(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "3 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")
+    path = tmp_path / "kv" / chain[1].name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said = say(capsys, 1, "verify", tmp_path / "kv")
+    assert f"{chain[1].name[:40]}: the checksum of section" in said
+    say(capsys, 0, "verify", tmp_path / "kv", "--delete")
+    say(capsys, 0, "verify", tmp_path / "kv", "--delete")
+    assert [file.name for file in (tmp_path / "kv").glob("*.kv")] == [chain[0].name]
+
+
+def test_prune(tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
+    kept = sum(file.stat().st_size for file in (tmp_path / "kv").iterdir()) - chain[-1].size
+    assert "1 entries deleted" in say(capsys, 0, "prune", tmp_path / "kv", "--size", kept)
+    assert not (tmp_path / "kv" / chain[-1].name).exists()
+    say(capsys, 1, "prune", tmp_path / "kv", "--size", "1")
+    with pytest.raises(SystemExit):
+        main(["prune", str(tmp_path), "--size", "much"])
+
+
+def test_an_entry_moves_to_another_directory(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "one.kv"
+    say(capsys, 0, "export", tmp_path / "kv", chain[-1].name, file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "cannot be written" in say(capsys, 1, "export", tmp_path / "kv", chain[-1].name, file)
+    say(capsys, 0, "import", tmp_path / "other", file)
+    assert "here already" in say(capsys, 1, "import", tmp_path / "other", file)
+    assert "1 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "other")
+    store = open_store(tmp_path / "other", ENGINE)
+    (entry,) = store.entries()
+    assert (entry.name, entry.start, entry.tokens) == (chain[-1].name, 0, 70)
+    session = ENGINE.session()
+    session.sync(tokens(70))
+    assert torch.equal(restore(store, ENGINE, entry).logits, session.logits)
+    assert store.turns(entry)[0].calls[0].id == "call_1"
+
+
+def test_a_damaged_file_is_not_imported(tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "one.kv"
+    say(capsys, 0, "export", tmp_path / "kv", chain[-1].name, file)
+    data = file.read_bytes()
+    for bad in (data[:-1], data + b"x", data[:700] + bytes([data[700] ^ 1]) + data[701:], b"", b"KVC"):
+        file.write_bytes(bad)
+        assert "cannot be imported" in say(capsys, 1, "import", tmp_path / "other", file)
+        assert list((tmp_path / "other").glob("*.kv*")) == []
+    segment = (tmp_path / "kv" / chain[1].name).read_bytes()
+    file.write_bytes(segment)
+    assert "builds on other entries" in say(capsys, 1, "import", tmp_path / "other", file)
+
+
+def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be used" in say(capsys, 1, "list", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
