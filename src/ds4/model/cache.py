@@ -108,17 +108,22 @@ class RowPool:
 
     def allocate(self) -> int:
         """A page of its own; the pool grows by half when it is full."""
-        if not self._free:
-            old = len(self._references)
-            new = max(4, old // 2)
-            for key, planes in self._planes.items():
-                more = self.formats[key[1]].empty(new * PAGE_ROWS)
-                self._planes[key] = tuple(torch.cat(pair) for pair in zip(planes, more, strict=True))
-            self._references += [0] * new
-            self._free = list(range(old + new - 1, old - 1, -1))
+        self.reserve(1)
         page = self._free.pop()
         self._references[page] = 1
         return page
+
+    def reserve(self, pages: int) -> None:
+        """Have so many free pages; the pool grows at once for all of them, as growing copies it."""
+        if len(self._free) >= pages:
+            return
+        old = len(self._references)
+        new = max(4, old // 2, pages - len(self._free))
+        for key, planes in self._planes.items():
+            more = self.formats[key[1]].empty(new * PAGE_ROWS)
+            self._planes[key] = tuple(torch.cat(pair) for pair in zip(planes, more, strict=True))
+        self._references += [0] * new
+        self._free[:0] = range(old + new - 1, old - 1, -1)
 
     def share(self, pages: Sequence[int]) -> None:
         """Count one more holder of each page."""
@@ -295,6 +300,7 @@ class SequenceState:
             first, end = self.length // ratio, (self.length + tokens) // ratio
             if end > first and first // PAGE_ROWS < len(pages):
                 pages[first // PAGE_ROWS] = pool.own(pages[first // PAGE_ROWS])
+            pool.reserve(-(-end // PAGE_ROWS) - len(pages))
             while len(pages) * PAGE_ROWS < end:
                 pages.append(pool.allocate())
         self._tables.clear()
