@@ -121,7 +121,8 @@ class RowPool:
         new = max(4, old // 2, pages - len(self._free))
         for key, planes in self._planes.items():
             more = self.formats[key[1]].empty(new * PAGE_ROWS)
-            self._planes[key] = tuple(torch.cat(pair) for pair in zip(planes, more, strict=True))
+            grown = (torch.cat(pair) for pair in zip(planes, more, strict=True)) if old else more
+            self._planes[key] = tuple(grown)
         self._references += [0] * new
         self._free[:0] = range(old + new - 1, old - 1, -1)
 
@@ -362,9 +363,15 @@ class SequenceState:
 
     def _write(self, layer: int, kind: str, row: int, packed: Planes) -> None:
         ratio = self.cache.shape.ratios[layer]
-        places = self._places(ratio, torch.arange(row, row + packed[0].shape[0]))
+        count = packed[0].shape[0]
+        places = self._places(ratio, torch.arange(row, row + count))
+        # Pages that follow one another, as those of an imported state do, are written at once.
+        first = int(places[0]) if count > PAGE_ROWS and bool((places[1:] - places[:-1] == 1).all()) else None
         for plane, fresh in zip(self.cache.pools[ratio].planes(layer, kind), packed, strict=True):
-            plane[places] = fresh
+            if first is None:
+                plane[places] = fresh
+            else:
+                plane[first : first + count] = fresh
 
     def rows(self, layer: int, kind: str, index: Tensor) -> Tensor:
         """Stored compressed rows (or index keys) by number: int64 [n] -> float32 [n, width]."""
@@ -428,16 +435,17 @@ class SequenceState:
         n = self.length if length is None else length
         if not self.can_truncate(n):
             raise ValueError(f"a sequence of {self.length} tokens has no state of {n} tokens any more")
+        # What is indexed with a tensor is a copy.
         live = torch.arange(max(0, n - self.cache.shape.window + 1), n) % self._ring
         frontier = {}
         for (layer, kind), ring in self._frontier.items():
             ratio, slots = self.cache.shape.ratios[layer], ring.shape[1]
             begin = n // ratio * ratio
-            frontier[layer, kind] = ring[:, torch.arange(begin, n) % slots].clone()
+            frontier[layer, kind] = ring[:, torch.arange(begin, n) % slots]
             if self.cache.shape.has_indexer(layer) and begin:
                 previous = torch.arange(begin - ratio, begin) % slots
-                frontier[layer, kind + ".previous"] = ring[:, previous, : ring.shape[2] // 2].clone()
-        return Checkpoint(n, tuple(plane[:, live].clone() for plane in self._window), frontier, logits)
+                frontier[layer, kind + ".previous"] = ring[:, previous, : ring.shape[2] // 2]
+        return Checkpoint(n, tuple(plane[:, live] for plane in self._window), frontier, logits)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of this sequence (or of one that shares its first `checkpoint.length` tokens)."""
