@@ -115,8 +115,8 @@ def test_conversations_that_alternate_come_back_from_disk(tmp_path: Path) -> Non
             for texts in said.values():
                 answer = ask(worker, *texts)
                 assert exact(worker)
-                if turn:
-                    assert reused(answer) > 0.8
+                # Nonsense is no UTF-8, so that its text may differ from what a client sends back.
+                assert not turn or reused(answer) > 0.6
                 texts += [answer.message.text, f"and {turn}"]
 
 

@@ -27,11 +27,11 @@ def anchor_values(anchors: Sequence[Anchor]) -> list[dict[str, Any]]:
 
 
 def ways(anchors: Sequence[Anchor]) -> list[list[Any]]:
-    """How prompts that show less than the state holds find it: by the front of an answer, with reasoning or without."""
-    found: list[list[Any]] = []
-    for anchor in _last(anchors):
-        found += [["front", *_prefix(anchor.front)], ["bare", *_prefix(anchor.bare)]]
-    return found
+    """How prompts that show less than the state holds find it: by the front of its last answer, with reasoning or not.
+
+    A stored state is continued as a whole, and a prompt that does so shows that answer.
+    """
+    return [way for a in _last(anchors)[-1:] for way in (["front", *_prefix(a.front)], ["bare", *_prefix(a.bare)])]
 
 
 def read_anchors(meta: Mapping[str, Any], tokens: int) -> list[Anchor]:
