@@ -375,8 +375,9 @@ class DiskCache:
         for saved in sorted(task.before, key=lambda saved: saved.tokens, reverse=True):
             # A text that was cut off and written on may have had other tokens at that length.
             digest = token_digest(snapshot.tokens[: saved.tokens]).hex()
-            if saved.major and saved.entry is not None and saved.entry.digest == digest:
-                parent = saved.entry
+            known = store.get(saved.entry.name) if saved.major and saved.entry is not None else None
+            if known is not None and known.digest == digest:
+                parent = known
                 break
         text = self.tokenizer.decode([*snapshot.tokens, *task.extra]).decode(errors="replace")
         turns = self.replay.export_entries(text) if self.config.replay else []
