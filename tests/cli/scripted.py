@@ -75,6 +75,7 @@ class ScriptedRunner:
 
     def __init__(self, shape: ds4.Shape, tokenizer: ds4.Tokenizer, replies: Sequence[str | Sequence[int]]) -> None:
         self.shape = shape
+        self.sampler = None
         self.evaluated = 0
         self._tokenizer = tokenizer
         self._replies = [tokenizer.encode_chat(r) if isinstance(r, str) else list(r) for r in replies]
@@ -92,7 +93,7 @@ class ScriptedRunner:
                 state.tokens.append(id)
                 rows.append(self._logits(state.tokens))
             self.evaluated += len(ids)
-            results.append({"none": None, "last": rows[-1], "all": torch.stack(rows)}[want])
+            results.append({"none": None, "all": torch.stack(rows)}.get(want, rows[-1]))
         return results
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:

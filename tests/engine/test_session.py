@@ -347,7 +347,7 @@ def test_wrong_arguments_are_refused(engine: ds4.Engine) -> None:
     assert engine.step([]) == []
     session = engine.session()
     session.sync([1, 2, 3])
-    with pytest.raises(ds4.Ds4Error, match="use last, all or none"):
+    with pytest.raises(ds4.Ds4Error, match="use last, all, none or keep"):
         engine.step([(session, [1])], logits="foo")  # type: ignore[arg-type]
     with pytest.raises(ds4.Ds4Error, match=r"cannot go back to 1\.5"):
         session.rewind(1.5)  # type: ignore[arg-type]

@@ -275,6 +275,9 @@ class Writer:
     def __init__(self, tokens: list[int | None], unsaid: frozenset[int], log: list[int]) -> None:
         self.tokens, self.unsaid, self.log = tokens, unsaid, log
 
+    def row(self, *asked: Any) -> None:
+        """None: it chooses by itself."""
+
     def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int], *rest: Any) -> Choice:
         """The next of them."""
         token = self.tokens.pop(0)

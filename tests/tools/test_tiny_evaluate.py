@@ -249,7 +249,7 @@ class Saved:
 class Oracle:
     """Gives all probability to the next token of the conversations it was told; else to the end."""
 
-    shape = TINY
+    shape, sampler = TINY, None
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.next = {(*ids[max(0, n - 64) : n], n): ids[n] for ids in texts for n in range(1, len(ids))}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ds4.engine.checkpoints import CheckpointBudget, CheckpointLike
+from ds4.engine.sample_rows import DeviceSampler, SampleRow, sample_rows
+from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import Shape, expected_tensors
 from ds4.model.deepseek_v4 import DeepseekV4, Edits, Slice, Taps
@@ -25,8 +27,8 @@ MAX_THREADS = 1024
 PREFILL_CHUNK = 512
 """Tokens of a prompt that one step takes, where the configuration and the device say nothing else."""
 
-Wanted = Literal["last", "all", "none"]
-"""The positions of each item whose logits a step returns."""
+Wanted = Literal["last", "all", "none", "keep"]
+"""The positions of each item whose logits a step returns; "keep" leaves those of the last one with the session only."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,15 @@ class State(Protocol):
 
 
 class Runner(Protocol):
-    """What evaluates tokens: the real model, or a scripted one in tests of clients."""
+    """What evaluates tokens: the real model, or a scripted one in tests of clients.
+
+    Attributes:
+        shape: the model's.
+        sampler: what chooses tokens where the logits are; None: the host does.
+    """
 
     shape: Shape
+    sampler: DeviceSampler | None
 
     def new_state(self) -> State:
         """The state of an empty sequence."""
@@ -129,12 +137,18 @@ class Runner(Protocol):
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
     ) -> list[Tensor | None]:
-        """Evaluate the next tokens of each state and move it on; logits per item, [vocab] or [tokens, vocab]."""
+        """Evaluate the next tokens of each state and move it on; logits per item, [vocab] or [tokens, vocab].
+
+        Those of "keep" are [vocab], in memory of their own wherever the runner has them, and need not be there before
+        somebody looks.
+        """
         ...
 
 
 class ModelRunner:
     """A `Runner` over the V4 graph."""
+
+    sampler: DeviceSampler | None = None
 
     def __init__(self, model: DeepseekV4) -> None:
         self.model = model
@@ -159,7 +173,7 @@ class ModelRunner:
         counts, start = [], 0
         for (_, ids), want in zip(batch, wanted, strict=True):
             end = start + len(ids)
-            chosen = {"last": [end - 1], "all": list(range(start, end)), "none": []}[want]
+            chosen = [] if want == "none" else list(range(start, end)) if want == "all" else [end - 1]
             rows += chosen
             counts.append(len(chosen))
             start = end
@@ -180,7 +194,7 @@ class ModelRunner:
             return [None] * len(batch)
         parts = output.logits.split(counts)
         return [
-            None if want == "none" else part[0] if want == "last" else part
+            None if want == "none" else part if want == "all" else part[0].clone() if want == "keep" else part[0]
             for part, want in zip(parts, wanted, strict=True)
         ]
 
@@ -291,7 +305,9 @@ class Engine:
                 `session.logits`.
 
         Returns:
-            per item float32 [vocab] ("last"), [tokens, vocab] ("all") or None ("none").
+            per item float32 [vocab] ("last"), [tokens, vocab] ("all") or None ("none" and "keep").
+
+        With "keep", a CUDA device may still be at work when this returns; `sample` waits for what it needs.
 
         Raises:
             Ds4Error: an id outside the vocabulary, no ids, a session twice, closed or of another engine, or more tokens
@@ -301,8 +317,8 @@ class Engine:
         if len(wanted) != len(batch):
             raise Ds4Error(f"logits names {len(wanted)} items, but the batch has {len(batch)}")
         for want in wanted:
-            if want not in ("last", "all", "none"):
-                raise Ds4Error(f"logits is {want!r}; use last, all or none")
+            if want not in ("last", "all", "none", "keep"):
+                raise Ds4Error(f"logits is {want!r}; use last, all, none or keep")
         if not batch:
             return []
         items = []
@@ -315,8 +331,20 @@ class Engine:
         for session, _ in batch:
             session.repair()
         results = self.runner.evaluate(items, wanted, taps, edits)
-        for (session, _), (_, ids), result in zip(batch, items, results, strict=True):
+        for (session, _), (_, ids), want, result in zip(batch, items, wanted, results, strict=True):
             last = None if result is None else result if result.dim() == 1 else result[-1]
-            # A copy: a view would hold the logits of the whole step, and change with what the caller does to them.
-            session.evaluated(ids, None if last is None else last.clone())
-        return results
+            if last is not None and want != "keep":
+                # A copy: a view would hold the logits of the whole step, and change with what the caller does to them.
+                last = last.clone()
+            session.evaluated(ids, last)
+        return [None if want == "keep" else result for want, result in zip(wanted, results, strict=True)]
+
+    def sample(self, rows: Sequence[SampleRow]) -> list[Choice | Ds4Error]:
+        """Choose the next token of many sessions, on the device where it has the logits and can.
+
+        The same tokens as with `Sampler.choose`, one by one.
+
+        Returns:
+            per row its choice, or what `Sampler.choose` would raise; the others do not suffer.
+        """
+        return sample_rows(self.runner.sampler, rows)

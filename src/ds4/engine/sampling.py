@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ds4.engine.logprobs import MAX_TOP, Logprobs, logprobs_of
 from ds4.errors import Ds4Error
+from ds4.model.draw import Draw
 
 MAX_TOP_K = 1024
 MAX_BIASED = 1024
@@ -97,10 +98,12 @@ class Choice:
     Attributes:
         token: its id.
         logprobs: how probable it and others were, if that was asked for.
+        best: the most probable token of the logits as they are, if that was asked for.
     """
 
     token: int
     logprobs: Logprobs | None = None
+    best: int | None = None
 
 
 class Sampler:
@@ -137,12 +140,18 @@ class Sampler:
         return self.choose(logits, greedy, allowed).token
 
     def choose(
-        self, logits: torch.Tensor, greedy: bool = False, allowed: torch.Tensor | None = None, top: int | None = None
+        self,
+        logits: torch.Tensor,
+        greedy: bool = False,
+        allowed: torch.Tensor | None = None,
+        top: int | None = None,
+        best: bool = False,
     ) -> Choice:
         """As `sample`, with `top` also how probable the token was and the `top` most probable ones (0 to 20).
 
         They are those of the model after bias and penalties, before temperature and the limits of `Sampling`, and
-        whatever `allowed` says: they tell what the model wanted to say.
+        whatever `allowed` says: they tell what the model wanted to say. With `best` also the most probable token of
+        all logits as they are.
         """
         if top is not None:
             _check_integer("top_logprobs", top, 0, MAX_TOP)
@@ -150,7 +159,21 @@ class Sampler:
         wanted = self._adjusted(scores)
         token = self._choose(scores if greedy else wanted, greedy, allowed)
         self.count([token])
-        return Choice(token, None if top is None else logprobs_of(wanted, token, top))
+        logprobs = None if top is None else logprobs_of(wanted, token, top)
+        return Choice(token, logprobs, int(np.argmax(_usable(scores, None))) if best else None)
+
+    def draw(self, logits: torch.Tensor, greedy: bool = False, allowed: torch.Tensor | None = None) -> Draw | None:
+        """What `sample` would choose by, as numbers; None with bias or penalties, and then nothing has happened.
+
+        Moves the random stream as the choice itself would; what is chosen has to be counted.
+        """
+        if self._bias or self._penalised:
+            return None
+        s = self.sampling
+        mask = None if allowed is None else _packed(allowed, logits.shape[0])
+        if greedy or s.temperature == 0:
+            return Draw(logits, 0.0, 0, 1.0, 0.0, 0.0, mask)
+        return Draw(logits, s.temperature, min(s.top_k, MAX_TOP_K), s.top_p, s.min_p, self._random.random(), mask)
 
     def count(self, tokens: Iterable[int]) -> None:
         """Take tokens for the penalties that became part of the answer without being chosen here."""
@@ -260,6 +283,21 @@ def _unpacked(allowed: torch.Tensor, vocab: int) -> NDArray[np.bool_]:
         raise ValueError("allowed must be bool [vocab] or int32 [ceil(vocab / 32)]")
     words = mask.numpy().astype("<i4", copy=False)
     return np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+
+
+def _packed(allowed: torch.Tensor, vocab: int) -> torch.Tensor:
+    """A mask as bits, on the host."""
+    if allowed.dtype == torch.int32 and allowed.shape == ((vocab + 31) // 32,):
+        return allowed
+    bits = np.zeros((vocab + 31) // 32 * 4, np.uint8)
+    packed = np.packbits(_unpacked(allowed, vocab), bitorder="little")
+    bits[: len(packed)] = packed
+    return torch.from_numpy(bits.view("<i4"))
+
+
+def check_choosable(logits: torch.Tensor, allowed: torch.Tensor | None) -> None:
+    """Raise what `Sampler.sample` raises where no token can be chosen."""
+    _usable(_on_cpu(logits), allowed)
 
 
 def _largest(scores: NDArray[np.floating], count: int) -> NDArray[np.int64]:

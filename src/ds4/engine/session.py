@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ds4.engine.checkpoints import CheckpointList
+from ds4.engine.sample_rows import SampleRow
 from ds4.engine.sampling import Sampler, Sampling
 from ds4.errors import ContextOverflowError, Ds4Error
 from ds4.model.cache import FREE_TRUNCATION
@@ -81,7 +82,7 @@ class Prefill:
         end = min(start - start % chunk + chunk, len(self.ids))
         # A state still reaches a few tokens back, so only a boundary further from the end costs a step of its own.
         end = next((c for c in self._cuts if c < end - FREE_TRUNCATION), end)
-        session.engine.step([(session, self.ids[start:end])], "last" if end == len(self.ids) else "none")
+        session.engine.step([(session, self.ids[start:end])], "keep" if end == len(self.ids) else "none")
         session.recomputed += end - start
         while self._cuts and self._cuts[0] <= end:
             session._keep_checkpoint(wanted=True, length=self._cuts.pop(0))
@@ -198,7 +199,7 @@ class Session:
 
     def step(self, token: int) -> Tensor:
         """Evaluate one token, after the pending one if there is one; the logits behind it, float32 [vocab]."""
-        self.engine.step([(self, [token] if self.pending is None else [self.pending, token])])
+        self.engine.step([(self, [token] if self.pending is None else [self.pending, token])], "keep")
         return self.logits
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[bytes]:
@@ -211,9 +212,11 @@ class Session:
         sampler, tokenizer = Sampler(sampling), self.engine.tokenizer
         for _ in range(max_tokens):
             if self.pending is not None:
-                self.engine.step([(self, [self.pending])])
-            token = sampler.sample(self.logits)
-            self.pending = token
+                self.engine.step([(self, [self.pending])], "keep")
+            (choice,) = self.engine.sample([SampleRow(self, sampler)])
+            if isinstance(choice, Ds4Error):
+                raise choice
+            self.pending = token = choice.token
             if token == tokenizer.eos:
                 return
             yield tokenizer.token_bytes(token)
@@ -224,7 +227,13 @@ class Session:
 
     @property
     def logits(self) -> Tensor:
-        """Logits of the next token, float32 [vocab]; after a cut the last token is evaluated again for them."""
+        """Logits of the next token, float32 [vocab], on the host; after a cut the last token is evaluated for them."""
+        self._logits = self.device_logits.cpu()
+        return self._logits
+
+    @property
+    def device_logits(self) -> Tensor:
+        """As `logits`, where they are: after steps on a CUDA device there."""
         if self._logits is None:
             if not self.tokens:
                 raise Ds4Error("an empty session has no logits: sync a prompt first")
@@ -337,7 +346,8 @@ class Session:
         """The state from token `start` on as data (`ds4.model.cache.ExportedState`), without the token ids."""
         self.repair()
         exported = self.state.export(start)
-        return replace(exported, checkpoint=replace(exported.checkpoint, logits=self._logits))
+        logits = None if self._logits is None else self._logits.cpu()
+        return replace(exported, checkpoint=replace(exported.checkpoint, logits=logits))
 
     def snapshot(self, length: int | None = None) -> Snapshot:
         """The state now, or at an earlier length that has a checkpoint, to be packed later, maybe by another thread.

@@ -13,7 +13,7 @@ from ds4.chat.dsml import END_THINK_INJECTION, DecodeState, parse
 from ds4.chat.events import Event, Finish
 from ds4.chat.message import Message
 from ds4.chat.stream import StreamParser
-from ds4.engine import Sampler, Sampling, Session
+from ds4.engine import Sampler, SampleRow, Sampling, Session
 from ds4.engine.logprobs import Logprobs
 from ds4.engine.sampling import Choice
 from ds4.errors import RequestError
@@ -31,7 +31,25 @@ _END_THINK = b"</think>"
 
 
 class Chooser(Protocol):
-    """Chooses the tokens of one answer."""
+    """Chooses the tokens of one answer: by `row`, so that those of many are chosen together, or by `choose`."""
+
+    def row(
+        self,
+        session: Session,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> SampleRow | None:
+        """What `Engine.sample` has to know for the next token; None: `choose` takes one without it.
+
+        The arguments are those of `choose`. What was chosen has to be told to `note`.
+        """
+        ...
+
+    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
+        """A token was chosen by a `row`."""
+        ...
 
     def choose(
         self,
@@ -75,6 +93,23 @@ class SamplingChooser:
         self._masks: dict[frozenset[int], Tensor] = {}
         self._skipped: list[int] = []
 
+    def row(
+        self,
+        session: Session,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> SampleRow:
+        """See `Chooser`. Raises SchemaError if the constraint leads nowhere."""
+        allowed = self._allowed(session.device_logits.shape[0], forbidden, constraint)
+        return SampleRow(session, self._sampler, greedy, allowed, top, best=bool(forbidden))
+
+    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
+        """See `Chooser`."""
+        if choice.best is not None and choice.best in forbidden:
+            self._skipped.append(choice.best)
+
     def choose(
         self,
         logits: Tensor,
@@ -84,14 +119,10 @@ class SamplingChooser:
         top: int | None = None,
     ) -> Choice:
         """See `Chooser`. Raises SchemaError if the constraint leads nowhere."""
-        allowed = None if constraint is None else constraint.mask(forbidden)
-        if forbidden:
-            best = int(logits.argmax())
-            if best in forbidden:
-                self._skipped.append(best)
-            if allowed is None:
-                allowed = self._allowed(logits.shape[0], forbidden)
-        return self._sampler.choose(logits, greedy, allowed, top)
+        allowed = self._allowed(logits.shape[0], forbidden, constraint)
+        choice = self._sampler.choose(logits, greedy, allowed, top, best=bool(forbidden))
+        self.note(choice, forbidden)
+        return choice
 
     def count(self, tokens: Sequence[int]) -> None:
         """See `Chooser`."""
@@ -110,7 +141,11 @@ class SamplingChooser:
         """See `Chooser`; it draws random numbers of its own."""
         return SamplingChooser(self._sampler.sampling, number)
 
-    def _allowed(self, vocab: int, forbidden: frozenset[int]) -> Tensor:
+    def _allowed(self, vocab: int, forbidden: frozenset[int], constraint: Constraint | None) -> Tensor | None:
+        if constraint is not None:
+            return constraint.mask(forbidden)
+        if not forbidden:
+            return None
         mask = self._masks.get(forbidden)
         if mask is None:
             mask = torch.ones(vocab, dtype=torch.bool)
@@ -205,15 +240,27 @@ class Generation:
         self._text: list[bytes] = []
         self._logprobs = TextLogprobs(first.logprobs if first else ())
 
-    def step(self) -> list[Event]:
-        """Choose the next token from the session's logits; returns the events it completes.
+    def row(self) -> SampleRow | None:
+        """What `Engine.sample` has to know for the next token; None if there is none, or none is needed.
+
+        Raises SchemaError if the constraint leads nowhere.
+        """
+        if self.completion >= self._limit:
+            return None
+        greedy, forbidden, top = self._wanted()
+        return self._chooser.row(self.session, greedy, forbidden, self._constraint, top)
+
+    def step(self, choice: Choice | None = None) -> list[Event]:
+        """Take the next token; returns the events it completes.
+
+        `choice` is what `row` led to; without it the token is chosen here.
 
         Afterwards either `ending` or `malformed` is set, or `fresh` holds the tokens to evaluate before the next step.
         """
         self.fresh = []
         if self.completion >= self._limit:
             return self._end("length")
-        token = self._choose()
+        token = self._choose(choice)
         self.session.pending = token
         if token == self._tokenizer.eos:
             self._over = True
@@ -272,11 +319,16 @@ class Generation:
         self._logprobs.follow(events)
         return self._first.events(events) if self._first else events
 
-    def _choose(self) -> int:
-        greedy = self._state.greedy
-        forbidden = self._forbidden()
-        top = None if self._state.in_reasoning else self.request.logprobs
-        choice = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint, top)
+    def _wanted(self) -> tuple[bool, frozenset[int], int | None]:
+        """Whether the next token is the most probable one, what may not come, and how many logprobs are told."""
+        return self._state.greedy, self._forbidden(), None if self._state.in_reasoning else self.request.logprobs
+
+    def _choose(self, choice: Choice | None) -> int:
+        greedy, forbidden, top = self._wanted()
+        if choice is None:
+            choice = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint, top)
+        else:
+            self._chooser.note(choice, forbidden)
         token = choice.token
         if choice.logprobs is not None and token != self._tokenizer.eos:
             self._logprobs.add(self._token_logprob(choice.logprobs))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, TypeVar
 
+from ds4.chat.events import Event
 from ds4.chat.message import Message
-from ds4.engine import FREE_TRUNCATION
+from ds4.engine import FREE_TRUNCATION, Engine
+from ds4.engine.sampling import Choice
 from ds4.engine.session import Prefill
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import Plan, loses_reasoning
@@ -179,6 +181,7 @@ class Running:
         prefill: the evaluation of `ids`, while it is under way.
         index: which of several answers this is, from 0.
         malformed: a call in its present attempt could not be read.
+        choice: its next token, or what went wrong when it was chosen.
         evaluated, found: how many tokens of `ids` the last `evaluate` has evaluated, and how many of its prompt it
             found to be reused.
     """
@@ -201,6 +204,7 @@ class Running:
     malformed: bool = False
     evaluated: int = 0
     found: int = 0
+    choice: Choice | Exception | None = None
 
     def fork(self, slot: Slot) -> Running:
         """A further answer to its prompt, which is evaluated."""
@@ -259,6 +263,13 @@ class Running:
         self.again, self.boundaries, self.malformed = ids, [], False
         self.chooser = self.chooser.again(self.slot.session)
         self.call_ids.clear()
+
+    def step(self, generation: Generation) -> list[Event]:
+        """Take the next token of its answer (see `Generation.step`). Raises what went wrong when it was chosen."""
+        choice, self.choice = self.choice, None
+        if isinstance(choice, Exception):
+            raise choice
+        return generation.step(choice)
 
     def note_malformed(self) -> bool:
         """A call in its present attempt cannot be read; False if that was known."""
@@ -363,3 +374,25 @@ def note_end(trace: Trace, running: Running, reason: str, message: Message) -> N
         **mark,
     )
     trace.write(number, "finish", reason=reason, usage=vars(usage), **mark)
+
+
+def choose(engine: Engine, answers: Sequence[Running]) -> None:
+    """Choose the next tokens of many answers together, on a device where the engine has one; see `Running.choice`."""
+    asking, rows = [], []
+    for running in answers:
+        if running.generation is None or running.job.cancelled:
+            continue
+        try:
+            row = running.generation.row()
+        except Exception as error:
+            running.choice = error
+        else:
+            if row is not None:
+                asking.append(running)
+                rows.append(row)
+    try:
+        choices: Sequence[Choice | Exception] = engine.sample(rows) if rows else []
+    except Exception as error:
+        choices = [error] * len(rows)
+    for running, choice in zip(asking, choices, strict=True):
+        running.choice = choice

@@ -21,6 +21,7 @@ from torch import Tensor
 from ds4.engine import FREE_TRUNCATION, Engine, EngineConfig, Sampling, Session
 from ds4.engine.engine import Wanted
 from ds4.engine.logprobs import Logprobs
+from ds4.engine.sample_rows import DeviceSampler
 from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
@@ -324,7 +325,10 @@ class ScriptedRunner:
 
     Attributes:
         hanging: set when a step hangs.
+        sampler: None, as the lines choose.
     """
+
+    sampler: DeviceSampler | None = None
 
     def __init__(
         self, shape: Shape, tokenizer: ScriptedTokenizer, kv_bytes: int, wait: Callable[[float], bool] | None = None
@@ -362,9 +366,8 @@ class ScriptedRunner:
             self._wait(seconds)
         for state, ids in batch:
             state.extend(ids)
-        sizes = {"last": (1,), "none": None}
         return [
-            None if want == "none" else torch.zeros(sizes.get(want) or (len(ids), 1))
+            None if want == "none" else torch.zeros((len(ids), 1) if want == "all" else (1,))
             for (_, ids), want in zip(batch, wanted, strict=True)
         ]
 
@@ -393,6 +396,19 @@ class ScriptedChooser:
         self._play = play
         self._eos = eos
         self._again = again
+
+    def row(
+        self,
+        session: Session,
+        greedy: bool,
+        forbidden: frozenset[int],
+        constraint: Constraint | None = None,
+        top: int | None = None,
+    ) -> None:
+        """None: no logits are needed."""
+
+    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
+        """Nothing: no row was asked for."""
 
     def choose(
         self,

@@ -48,6 +48,7 @@ from ds4.server.running import (
     WaitingLine,
     answer_of,
     boundaries,
+    choose,
     note_end,
     note_prompt,
     turn_of,
@@ -422,6 +423,8 @@ class Worker:
     def _decode(self) -> None:
         """Choose the next token of every answer, send what that completes, and evaluate all of them in one step."""
         stepping, wrote = [], 0
+        began = self._clock.now()
+        self._watch.step(lambda: choose(self.engine, self._decoding))
         for running in list(self._decoding):
             generation = running.generation
             if running.job.cancelled or generation is None:
@@ -429,7 +432,7 @@ class Worker:
                 continue
             before = generation.completion
             try:
-                events = self._watch.step(generation.step)
+                events = running.step(generation)
                 wrote += generation.completion - before
                 if running.job.first_token is None and generation.completion > before:
                     running.job.first_token = self._clock.now()
@@ -455,7 +458,6 @@ class Worker:
         self.metrics.completion_tokens.inc(wrote)
         if not stepping:
             return
-        began = self._clock.now()
         try:
             batch = [(running.slot.session, generation.fresh) for running, generation in stepping]
             self._watch.step(lambda: self.engine.step(batch))

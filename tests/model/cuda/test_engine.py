@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from ds4.engine import Engine, EngineConfig
+from ds4.engine import Engine, EngineConfig, Sampler, SampleRow, Sampling
 from ds4.engine.device import load_runner
+from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.file import ModelFile, embedded_model_path, open_model
-from ds4.gguf.shape import Shape
+from ds4.gguf.shape import FLASH, Shape
 from ds4.gguf.writer import save
 from ds4.model.cuda import plan
 from ds4.model.cuda.forward import DeviceModel, StepBuffers
 from ds4.model.cuda.pool import DeviceCache
 from ds4.model.cuda.runner import CudaRunner
+from ds4.model.cuda.sampling import TokenSampler
 from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes
 from ds4.ops.kernels.attention import splits_for
 from tests.helpers import random_tensors
@@ -119,6 +123,33 @@ def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int) -> None:
     planned = plan.step_bytes(SHAPE, rows, keys) + 4 * rows * SHAPE.vocab
     assert own <= planned < 1.5 * own
     assert [plan.splits(n, 64) for n in plan.BUCKETS] == [splits_for(n, 64) for n in plan.BUCKETS]
+
+
+def test_sampling_takes_what_is_planned() -> None:
+    for rows in (1, 8):
+        sampler = TokenSampler(rows, 129_280, torch.device("cpu"), capture=False)
+        host = nbytes(sampler._numbers_host, sampler._masks_host, sampler._tokens_host)
+        planned = plan.sampling_bytes(FLASH, rows)
+        assert 0.99 * planned < nbytes(sampler) - host <= planned
+
+
+def test_tokens_are_chosen_on_the_device_and_are_those_of_the_host(file: ModelFile, device: str) -> None:
+    engine = load(file, device)
+    sampling, logits = Sampling(temperature=1.3, min_p=0, seed=4), []
+    session, other = engine.session(), engine.session()
+    for each in (session, other):
+        each.sync(IDS)
+    host = [Sampler(sampling), Sampler(replace(sampling, seed=5))]
+    rows = [SampleRow(session, Sampler(sampling)), SampleRow(other, Sampler(replace(sampling, seed=5)))]
+    for _ in range(3):
+        assert {row.session.device_logits.device.type for row in rows} == {device}
+        chosen = [choice.token for choice in engine.sample(rows) if isinstance(choice, Choice)]
+        logits = [row.session.logits for row in rows]
+        assert chosen == [sampler.sample(each) for sampler, each in zip(host, logits, strict=True)]
+        assert engine.step([(s, [t]) for s, t in zip((session, other), chosen, strict=True)], "keep") == [None, None]
+    before = session.device_logits.clone()
+    engine.step([(other, [1])], "keep")
+    assert torch.equal(session.device_logits, before)
 
 
 def test_weights_and_state_are_as_planned() -> None:

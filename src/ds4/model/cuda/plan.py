@@ -456,6 +456,13 @@ def step_bytes(shape: Shape, rows: int, keys: int) -> int:
     return rows * row + groups
 
 
+def sampling_bytes(shape: Shape, rows: int) -> int:
+    """What `ds4.model.cuda.sampling.TokenSampler` takes for so many rows."""
+    chunks = -(-shape.vocab // 1024)
+    row = 12 * shape.vocab + 4 * -(-shape.vocab // 32) + chunks * 48 + 4 * 512 + 16 * 2048
+    return rows * (row + 4 + 40 + 8 + 4 + 12)
+
+
 def _decode(shape: Shape, options: Options) -> list[Item]:
     s, rows = shape, bucket(options.sessions)
     keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 1
@@ -470,6 +477,8 @@ def _decode(shape: Shape, options: Options) -> list[Item]:
     part = "decode and the runtime"
     return [
         Item(part, "logits", every * 4 * s.vocab, f"{every} rows x {s.vocab:,}, of steps of all sizes"),
+        Item(part, "logits of sessions", options.sessions * 4 * s.vocab, "from which their next tokens are chosen"),
+        Item(part, "sampling", sampling_bytes(s, rows), f"{rows} rows"),
         Item(part, "activations of steps", scratch + ring, f"of 1 to {BUCKETS[-1]} rows"),
         Item(part, "index scores", 4 * BUCKETS[-1] * keys, f"{BUCKETS[-1]} rows x {keys:,} keys"),
         Item(part, "CUDA graphs", nodes * _NODE, f"estimate: steps of {steps} rows, {nodes:,} kernels"),

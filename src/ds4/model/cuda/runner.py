@@ -16,13 +16,14 @@ from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
 from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
+from ds4.model.cuda.sampling import TokenSampler
 from ds4.model.cuda.weights import DeviceWeights, RawSource
 from ds4.ops.kernels.planes import Iq2Layout
 
 if TYPE_CHECKING:
     from ds4.model.deepseek_v4 import Edits, Taps
 
-Wanted = Literal["last", "all", "none"]
+Wanted = Literal["last", "all", "none", "keep"]
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 1024, 2048, 4096, 8192)
 """Lengths of pieces, one for each way in which some kernel is cut by it; the chunk comes to them."""
@@ -60,6 +61,7 @@ class CudaRunner:
 
     Attributes:
         shape: the model's, its context what the device has room for.
+        sampler: chooses tokens on the device.
     """
 
     def __init__(self, weights: DeviceWeights, config: RunnerConfig | None = None) -> None:
@@ -70,6 +72,7 @@ class CudaRunner:
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = DeviceModel(weights, cache)
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
+        self.sampler = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def renew(self) -> CudaRunner:
@@ -106,7 +109,7 @@ class CudaRunner:
     def evaluate(
         self, batch: Sequence[tuple[Any, list[int]]], wanted: Sequence[Wanted], taps: Taps | None, edits: Edits | None
     ) -> list[Tensor | None]:
-        """See `ds4.engine.Runner`; logits are on the host.
+        """See `ds4.engine.Runner`; logits are on the host, those of "keep" on the device.
 
         Items of one token are decoded together, the others go piece by piece; with `RunnerConfig.quality` all do, so
         that what an item gives does not depend on the others. If the step breaks off, its states can only go back to a
@@ -155,11 +158,13 @@ class CudaRunner:
             self.model.decode(buffers)
         for i in items:
             batch[i][0].advance(1)
-        if any(wanted[i] != "none" for i in items):
-            logits = buffers.token_logits[: len(items)].to("cpu", copy=True)
-            for row, i in enumerate(items):
-                if wanted[i] != "none":
-                    results[i] = logits[row] if wanted[i] == "last" else logits[row : row + 1]
+        logits = buffers.token_logits[: len(items)]
+        host = logits.to("cpu", copy=True) if any(wanted[i] in ("last", "all") for i in items) else logits
+        for row, i in enumerate(items):
+            if wanted[i] == "keep":
+                results[i] = logits[row].clone()
+            elif wanted[i] != "none":
+                results[i] = host[row] if wanted[i] == "last" else host[row : row + 1]
 
     def _graph(self, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
         """The captured step of a bucket; the first time it is compiled and captured over rows of padding."""
@@ -196,10 +201,12 @@ class CudaRunner:
             progress(len(work), len(work))
 
     def _warm_up(self) -> list[Callable[[], object]]:
-        c, context, work = self.config, self.shape.context, []
+        c, context = self.config, self.shape.context
+        work: list[Callable[[], object]] = []
         if not c.quality:
             work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
+        work += self.sampler.warm_up()
         lengths = {length for length in (*_LENGTHS, c.chunk) if length <= min(c.chunk, context)}
         if not c.quality:
             lengths = {length for length in lengths if length > c.short}
@@ -244,24 +251,26 @@ class CudaRunner:
         for first in range(0, len(ids), self.config.chunk):
             part = ids[first : first + self.config.chunk]
             last = first + len(part) == len(ids)
-            rows = []
-            if want == "all" or (want == "last" and last):
-                rows = list(range(len(part))) if want == "all" else [len(part) - 1]
+            rows: list[int] = []
+            if want == "all":
+                rows = list(range(len(part)))
+            elif want != "none" and last:
+                rows = [len(part) - 1]
             short = len(part) <= self.config.short and not self.config.quality
             piece = self._short(state, part, rows) if short else self._long(state, part, rows)
             state.advance(len(part))
             if piece is not None:
-                parts.append(piece)
+                parts.append(piece.clone() if want == "keep" else piece.to("cpu", copy=True))
         if not parts:
             return None
         logits = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return logits[0] if want == "last" else logits
+        return logits if want == "all" else logits[0]
 
     def _short(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
         buffers = self.model.buffers(len(ids))
         _fill(buffers, [(state.length + i, state.slot, token) for i, token in enumerate(ids)])
         self.model.short_chunk(buffers)
-        return buffers.token_logits[rows[0] : rows[-1] + 1].to("cpu", copy=True) if rows else None
+        return buffers.token_logits[rows[0] : rows[-1] + 1] if rows else None
 
     def _long(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
         device = self.model.device
@@ -269,7 +278,10 @@ class CudaRunner:
         tokens = torch.tensor(ids, dtype=torch.int32, device=device)
         c = self.config
         logits = prefill(self.model, state.slot, state.length, tokens, wanted, c.experts_at_once, c.quality)
-        return None if logits is None else logits.to("cpu", copy=True)
+        if device.type == "cuda":
+            # Whoever asks for piece after piece must not run ahead of the device: he could not stop in time.
+            torch.cuda.current_stream().synchronize()
+        return logits
 
 
 @contextlib.contextmanager
