@@ -3,6 +3,7 @@
 #
 #   make serve ARGS="-m model.gguf --port 8080"    any flags of ds4-server
 #   make test PYTEST_ARGS="tests/chat -x"          only some of the tests
+#   make test TEST_JOBS=0                          in one process (else one for each core, at most 8)
 #   make test-gpu                                  the kernels at full shapes, on a machine with a CUDA device
 #   make check-full FILE=model.gguf REFERENCE=reference.npz
 #   make PYTHON=/path/to/python3.12 test           a certain Python for the environment
@@ -13,6 +14,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
+TEST_JOBS ?= auto
 
 # The first of these that runs, is 3.11 to 3.14 and can make an environment.
 CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 python \
@@ -31,7 +33,7 @@ serve: $(STAMP)
 	@exec $(VENV)/bin/ds4-server $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(TEST_JOBS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 # The kernels and the model in them on a CUDA device, at all shapes: with the python3 that has its torch and triton, not
 # with .venv; in GPU_JOBS processes where pytest-xdist is installed, as most of the time goes into compiling.
