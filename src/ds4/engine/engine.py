@@ -342,7 +342,8 @@ class Engine:
     def sample(self, rows: Sequence[SampleRow]) -> list[Choice | Ds4Error]:
         """Choose the next token of many sessions, on the device where it has the logits and can.
 
-        The same tokens as with `Sampler.choose`, one by one.
+        The same tokens as with `Sampler.choose`, one by one. A CUDA device goes on evaluating them at once, so the next
+        `step` should bring just these tokens; if it does not, nothing but that time is lost.
 
         Returns:
             per row its choice, or what `Sampler.choose` would raise; the others do not suffer.

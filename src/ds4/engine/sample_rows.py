@@ -42,11 +42,12 @@ class DeviceSampler(Protocol):
 def sample_rows(device: DeviceSampler | None, rows: Sequence[SampleRow]) -> list[Choice | Ds4Error]:
     """See `ds4.engine.Engine.sample`; `device` takes the rows that it can."""
     drawn: dict[int, Draw] = {}
-    for i, row in enumerate(rows):
-        if device is not None and row.top is None:
-            draw = row.sampler.draw(row.session.device_logits, row.greedy, row.allowed)
-            if draw is not None:
-                drawn[i] = draw
+    able = [i for i, row in enumerate(rows) if device is not None and row.top is None and row.sampler.draws]
+    for i in able:
+        session, sampler = rows[i].session, rows[i].sampler
+        # What is evaluated next is one batch: it is worth nothing to begin with a part of it.
+        state = session.state if len(able) == len(rows) and session.whole else None
+        drawn[i] = sampler.draw(session.device_logits, rows[i].greedy, rows[i].allowed, state)
     chosen: dict[int, Choice | Ds4Error] = {}
     if device is not None and drawn:
         tokens = device.sample(list(drawn.values()), any(rows[i].best for i in drawn))

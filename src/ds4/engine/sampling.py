@@ -162,18 +162,24 @@ class Sampler:
         logprobs = None if top is None else logprobs_of(wanted, token, top)
         return Choice(token, logprobs, int(np.argmax(_usable(scores, None))) if best else None)
 
-    def draw(self, logits: torch.Tensor, greedy: bool = False, allowed: torch.Tensor | None = None) -> Draw | None:
-        """What `sample` would choose by, as numbers; None with bias or penalties, and then nothing has happened.
+    @property
+    def draws(self) -> bool:
+        """Whether `draw` can tell what `sample` would choose by: there are neither bias nor penalties."""
+        return not (self._bias or self._penalised)
+
+    def draw(
+        self, logits: torch.Tensor, greedy: bool = False, allowed: torch.Tensor | None = None, state: Any = None
+    ) -> Draw:
+        """What `sample` would choose by, as numbers.
 
         Moves the random stream as the choice itself would; what is chosen has to be counted.
         """
-        if self._bias or self._penalised:
-            return None
         s = self.sampling
         mask = None if allowed is None else _packed(allowed, logits.shape[0])
         if greedy or s.temperature == 0:
-            return Draw(logits, 0.0, 0, 1.0, 0.0, 0.0, mask)
-        return Draw(logits, s.temperature, min(s.top_k, MAX_TOP_K), s.top_p, s.min_p, self._random.random(), mask)
+            return Draw(logits, 0.0, 0, 1.0, 0.0, 0.0, mask, state)
+        top_k, uniform = min(s.top_k, MAX_TOP_K), self._random.random()
+        return Draw(logits, s.temperature, top_k, s.top_p, s.min_p, uniform, mask, state)
 
     def count(self, tokens: Iterable[int]) -> None:
         """Take tokens for the penalties that became part of the answer without being chosen here."""

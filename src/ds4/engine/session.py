@@ -73,7 +73,7 @@ class Prefill:
         if self.done:
             session.pending = None
             return True
-        if self._seen != session._version or not session._whole:
+        if self._seen != session._version or not session.whole:
             session._go_back_for(self.ids)
             self._note_start()
             if self.done:
@@ -404,13 +404,13 @@ class Session:
         return ids
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
         """Whether the state holds exactly `tokens`: no step has just broken off."""
         return self.state.length == len(self.tokens) and self.state.can_truncate(len(self.tokens))
 
     def repair(self) -> None:
         """Make the state hold exactly `tokens` again if a step broke off half way."""
-        if self._whole:
+        if self.whole:
             return
         length = len(self.tokens)
         if self.state.can_truncate(length):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ class Draw:
         top_k, top_p, min_p: 0, 1 and 0 keep all tokens.
         uniform: the random number, from 0 to below 1.
         allowed: int32 [ceil(vocab / 32)] on the host, bit i of word w allowing token 32 w + i; None allows all.
+        state: of the sequence that the token will most likely be evaluated in next, or None.
     """
 
     logits: Tensor
@@ -26,3 +28,4 @@ class Draw:
     min_p: float
     uniform: float
     allowed: Tensor | None
+    state: Any = None

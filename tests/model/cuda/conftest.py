@@ -37,7 +37,7 @@ def large_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     from ds4.model.cuda import forward, prefill
     from ds4.ops.kernels import experts, gemv, planes
 
-    for product in ("gemv", "gemv_both", "gemv_grouped", "gemv_f16"):
+    for product in ("gemv", "gemv_both", "gemv_grouped"):
         large = partial(getattr(gemv, product), tile=gemv.Tile(warps=16, steps=1, rows=64))
         monkeypatch.setattr(forward, product, large)
         if product == "gemv":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -150,6 +151,93 @@ def test_tokens_are_chosen_on_the_device_and_are_those_of_the_host(file: ModelFi
     before = session.device_logits.clone()
     engine.step([(other, [1])], "keep")
     assert torch.equal(session.device_logits, before)
+
+
+def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the decode steps that are made from now on."""
+    runner, made = engine.runner, []
+    assert isinstance(runner, CudaRunner)
+    step = runner._step
+    monkeypatch.setattr(runner, "_step", lambda buffers: (made.append(buffers.rows), step(buffers)))
+    return made
+
+
+def test_chosen_tokens_are_evaluated_before_anybody_asks(
+    file: ModelFile, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(file, device)
+    sessions = [engine.session() for _ in range(2)]
+    for number, session in enumerate(sessions):
+        session.sync(IDS[number:])
+    made = count_steps(engine, monkeypatch)
+    greedy = Sampling(temperature=0)
+    for rounds in range(1, 3):
+        chosen = engine.sample([SampleRow(session, Sampler(greedy)) for session in sessions])
+        assert made == [2] * rounds
+        assert [len(session.tokens) for session in sessions] == [4 + rounds, 3 + rounds]
+        tokens = [choice.token for choice in chosen if isinstance(choice, Choice)]
+        engine.step([(s, [t]) for s, t in zip(sessions, tokens, strict=True)], "keep")
+        assert made == [2] * rounds
+    # Where part of a batch cannot be chosen on the device, the rest is not evaluated twice for it.
+    engine.sample([SampleRow(sessions[0], Sampler(greedy)), SampleRow(sessions[1], Sampler(greedy), top=0)])
+    assert made == [2, 2]
+
+
+def apart(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Norm of the difference over the norm: rows of steps of other sizes differ in rounding, other tokens by 1."""
+    return float((first - second).norm() / second.norm())
+
+
+OPERATIONS = ("other", "one", "fork", "truncate", "longer", "take", "rewind", "checkpoint", "end", "export")
+"""Those on top are the ones that the interpreter has time for."""
+
+
+def test_what_was_begun_ahead_changes_nothing(file: ModelFile, device: str) -> None:
+    """Operations between a choice and its step; the other engine never begins anything by itself."""
+    random = np.random.default_rng(1)
+    config = replace(CONFIG, sessions=4)
+    ahead, plain = load(file, device, config), load(file, device, config)
+    pairs = [(ahead.session(), plain.session()) for _ in range(2)]
+    for number, pair in enumerate(pairs):
+        for session in pair:
+            session.sync(IDS[number:])
+    for what in OPERATIONS if device == "cuda" else OPERATIONS[:5]:
+        chosen = ahead.sample([SampleRow(pair[0], Sampler(Sampling(temperature=0))) for pair in pairs])
+        tokens = [choice.token for choice in chosen if isinstance(choice, Choice)]
+        i = int(random.integers(2))
+        length = max(1, len(pairs[i][0].tokens) - int(random.integers(1, 12)))
+        which = [0, 1]
+        if what == "other":
+            tokens[i] = (tokens[i] + 1) % SHAPE.vocab
+        elif what == "one":
+            which = [i]
+        elif what in ("rewind", "truncate"):
+            for session in pairs[i]:
+                getattr(session, what)(length)
+        elif what == "fork":
+            forks = tuple(session.fork() for session in pairs[i])
+            for session in pairs[i]:
+                session.close()
+            pairs[i] = forks
+        elif what == "checkpoint":
+            for session in pairs[i]:
+                session.checkpoint()
+        elif what == "longer":
+            for session in pairs[i]:
+                session.engine.step([(session, [tokens[i], 3, 4])])
+            which = [1 - i]
+        elif what == "end":
+            for session in pairs[i]:
+                session.sync(IDS[:3])
+            which = [1 - i]
+        elif what == "export":
+            exported = [session.export().checkpoint.logits for session in pairs[i]]
+            assert apart(*exported) < 0.1
+        for side, engine in enumerate((ahead, plain)):
+            engine.step([(pairs[k][side], [tokens[k]]) for k in which])
+        for first, second in pairs:
+            assert first.tokens == second.tokens
+            assert apart(first.logits, second.logits) < 0.1
 
 
 def test_weights_and_state_are_as_planned() -> None:

@@ -25,7 +25,7 @@ from ds4.ops.kernels.attention import Parts, Rows, attention, prepare_queries, s
 from ds4.ops.kernels.compress import Compressor, store_chunk
 from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.experts import down, gate_up
-from ds4.ops.kernels.gemv import gemv, gemv_both, gemv_f16, gemv_grouped
+from ds4.ops.kernels.gemv import gemv, gemv_both, gemv_grouped
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Constants, Update, hc_collapse, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
@@ -220,11 +220,12 @@ class DeviceModel:
         qr, kv = b.qkv[:, : s.q_lora_rank], b.qkv[:, s.q_lora_rank :]
         rms_norm_quantise(qr, w.q_a_norm, s.rms_eps, b.qr8, b.qr if w.index_q is not None else None)
         q = b.q[:, : w.q_b.n]
-        gemv(w.q_b, b.qr8, q)
         index_x = q[:, wide:]
-        if w.index_q is not None:
+        if w.index_q is None:
+            gemv(w.q_b, b.qr8, q)
+        else:
             index_x = b.index_x
-            gemv_f16(w.index_q, b.qr, index_x)
+            gemv_both(w.q_b, b.qr8, q, w.index_q, b.qr, index_x)
         compressors, weight = split_side(w, kv_cache, side)
         if chunk:
             ring = self._store_chunk(number, w, b, kv, q[:, :wide], index_x, compressors)

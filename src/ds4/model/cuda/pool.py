@@ -285,6 +285,7 @@ class DeviceState:
         self.cache, self.slot = cache, slot
         self.length = 0
         self.floor = 0  # shortest length that `truncate` can reach
+        self.version = 0  # another number after each change of the tokens
         self._pages: dict[int, list[int]] = {ratio: [] for ratio in cache.pools}
         self._finalizer = weakref.finalize(self, _give_back, cache, slot, self._pages)
         self._finalizer.atexit = False
@@ -319,6 +320,11 @@ class DeviceState:
     def advance(self, tokens: int) -> None:
         """Count the tokens whose rows all layers have stored."""
         self.length += tokens
+        self.version += 1
+
+    def begin_ahead(self) -> None:
+        """The row behind the last one is written, though it may never count."""
+        self.floor = max(self.floor, self.length + 1 - _SLACK)
 
     def spoil(self) -> None:
         """A step broke off half way: the rings are not to be trusted, only a checkpoint can be gone back to."""
@@ -337,6 +343,7 @@ class DeviceState:
         self.floor = max(self.floor, self.length - _SLACK)
         self._drop_rows(length)
         self.length = length
+        self.version += 1
 
     def _drop_rows(self, length: int) -> None:
         for ratio, pages in self._pages.items():
@@ -403,11 +410,13 @@ class DeviceState:
                 at = (torch.arange(begin - ratio, begin) % size).to(cache.device)
                 ring[:, at, : previous.shape[2]] = previous.to(cache.device)
         self.length = self.floor = n
+        self.version += 1
 
     def reset(self) -> None:
         """Back to the empty sequence."""
         self._drop_rows(0)
         self.length = self.floor = 0
+        self.version += 1
 
     def release(self) -> None:
         """Give pages and slot back; the state must not be used again."""

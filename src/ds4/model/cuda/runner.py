@@ -18,6 +18,7 @@ from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
 from ds4.model.cuda.sampling import TokenSampler
 from ds4.model.cuda.weights import DeviceWeights, RawSource
+from ds4.model.draw import Draw
 from ds4.ops.kernels.planes import Iq2Layout
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ class CudaRunner:
 
     Attributes:
         shape: the model's, its context what the device has room for.
-        sampler: chooses tokens on the device.
     """
 
     def __init__(self, weights: DeviceWeights, config: RunnerConfig | None = None) -> None:
@@ -72,7 +72,8 @@ class CudaRunner:
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = DeviceModel(weights, cache)
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
-        self.sampler = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
+        self._tokens = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
+        self._ahead: _Ahead | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def renew(self) -> CudaRunner:
@@ -124,9 +125,12 @@ class CudaRunner:
             for state, ids in batch:
                 state.prepare(len(ids))
         results: list[Tensor | None] = [None] * len(batch)
+        ahead, self._ahead = self._ahead, None
         single = [i for i, (_, ids) in enumerate(batch) if len(ids) == 1 and not self.config.quality]
         try:
             with _on(self.model.device):
+                if ahead is not None:
+                    single = self._take(ahead, batch, wanted, single, results)
                 for first in range(0, len(single), MAX_ROWS):
                     self._decode(batch, wanted, single[first : first + MAX_ROWS], results)
                 for i, (state, ids) in enumerate(batch):
@@ -148,23 +152,79 @@ class CudaRunner:
         results: list[Tensor | None],
     ) -> None:
         buffers = self.model.buffers(len(items))
-        rows = [(batch[i][0].length, batch[i][0].slot, batch[i][1][0]) for i in items]
-        if self._capture:
-            graph = self._graph(buffers)
-            _fill(buffers, rows)
-            graph.replay()
-        else:
-            _fill(buffers, rows)
+        _fill(buffers, [(batch[i][0].length, batch[i][0].slot, batch[i][1][0]) for i in items])
+        self._step(buffers)
+        _hand_out(buffers, dict(enumerate(items)), batch, wanted, results)
+
+    def _step(self, buffers: StepBuffers) -> None:
+        if not self._capture:
             self.model.decode(buffers)
-        for i in items:
-            batch[i][0].advance(1)
-        logits = buffers.token_logits[: len(items)]
-        host = logits.to("cpu", copy=True) if any(wanted[i] in ("last", "all") for i in items) else logits
-        for row, i in enumerate(items):
-            if wanted[i] == "keep":
-                results[i] = logits[row].clone()
-            elif wanted[i] != "none":
-                results[i] = host[row] if wanted[i] == "last" else host[row : row + 1]
+            return
+        inputs = buffers.inputs.clone() if buffers.rows not in self._graphs else None
+        graph = self._graph(buffers)
+        if inputs is not None:
+            buffers.inputs.copy_(inputs)
+        graph.replay()
+
+    # -- ahead of the host -------------------------------------------------------------------------------------------
+
+    @property
+    def sampler(self) -> CudaRunner:
+        """What chooses tokens where the logits are."""
+        return self
+
+    def sample(self, draws: Sequence[Draw], best: bool) -> list[tuple[int, int]]:
+        """See `ds4.engine.sample_rows.DeviceSampler`.
+
+        Where the draws say whose tokens these are, their evaluation begins before the host knows them: while it deals
+        with them, the device goes on. `evaluate` takes what fits; the rest has no effect.
+        """
+        self._ahead = begun = None
+        states = [draw.state for draw in draws]
+        alone = not self.config.quality and len(draws) <= self._tokens.rows and None not in states
+
+        def go_on(tokens: Tensor) -> None:
+            nonlocal begun
+            begun = self._run_ahead(states, tokens)
+
+        chosen = self._tokens.sample(draws, best, go_on if alone else None)
+        if begun is not None:
+            self._ahead = _Ahead(begun, [(state, state.version) for state in states], [token for token, _ in chosen])
+        return chosen
+
+    def _run_ahead(self, states: list[DeviceState], tokens: Tensor) -> StepBuffers | None:
+        if len({state.slot for state in states}) < len(states):
+            return None
+        try:
+            for state in states:
+                state.prepare(1)
+        except Ds4Error:
+            return None  # no room: whoever evaluates the tokens will be told
+        buffers = self.model.buffers(len(states))
+        _fill(buffers, [(state.length, state.slot, 0) for state in states])
+        torch.clamp(tokens, min=0, out=buffers.ids[: len(states)])  # -1 where there was none
+        for state in states:
+            state.begin_ahead()
+        self._step(buffers)
+        return buffers
+
+    def _take(
+        self,
+        ahead: _Ahead,
+        batch: Sequence[tuple[DeviceState, list[int]]],
+        wanted: Sequence[Wanted],
+        single: list[int],
+        results: list[Tensor | None],
+    ) -> list[int]:
+        """Of items with one token, take those that were evaluated ahead; the others are returned."""
+        rows = {}
+        for i in single:
+            state, ids = batch[i]
+            for row, ((other, version), token) in enumerate(zip(ahead.states, ahead.tokens, strict=True)):
+                if other is state and version == state.version and token == ids[0]:
+                    rows[row] = i
+        _hand_out(ahead.buffers, rows, batch, wanted, results)
+        return [i for i in single if i not in rows.values()]
 
     def _graph(self, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
         """The captured step of a bucket; the first time it is compiled and captured over rows of padding."""
@@ -206,7 +266,7 @@ class CudaRunner:
         if not c.quality:
             work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
-        work += self.sampler.warm_up()
+        work += self._tokens.warm_up()
         lengths = {length for length in (*_LENGTHS, c.chunk) if length <= min(c.chunk, context)}
         if not c.quality:
             lengths = {length for length in lengths if length > c.short}
@@ -295,6 +355,39 @@ def _on(device: torch.device) -> Iterator[None]:
             f"the memory of {device} is not enough: take a smaller context, fewer sessions or a smaller prefill chunk"
             f" ({str(error).splitlines()[0]})"
         ) from error
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step that nobody has asked for yet.
+
+    Attributes:
+        states: of its rows, and their versions then.
+        tokens: of its rows.
+    """
+
+    buffers: StepBuffers
+    states: list[tuple[DeviceState, int]]
+    tokens: list[int]
+
+
+def _hand_out(
+    buffers: StepBuffers,
+    rows: Mapping[int, int],
+    batch: Sequence[tuple[DeviceState, list[int]]],
+    wanted: Sequence[Wanted],
+    results: list[Tensor | None],
+) -> None:
+    """A step is done: its rows belong to these items of the batch, whose states move on."""
+    logits = host = buffers.token_logits
+    if any(wanted[i] in ("last", "all") for i in rows.values()):
+        host = logits[: max(rows) + 1].to("cpu", copy=True)
+    for row, i in rows.items():
+        batch[i][0].advance(1)
+        if wanted[i] == "keep":
+            results[i] = logits[row].clone()  # the next step writes to the same buffer
+        elif wanted[i] != "none":
+            results[i] = host[row] if wanted[i] == "last" else host[row : row + 1]
 
 
 def _fill(buffers: StepBuffers, rows: Sequence[tuple[int, int, int]]) -> None:

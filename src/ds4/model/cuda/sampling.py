@@ -23,7 +23,7 @@ class TokenSampler:
     """Buffers and captured launches for up to `rows` rows, which is one of `BUCKETS`."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, capture: bool) -> None:
-        self._vocab, self._device, self._capture = vocab, device, capture
+        self._device, self._capture = device, capture
         self._buckets = [b for b in BUCKETS if b <= rows]
         pinned = device.type == "cuda"
 
@@ -61,25 +61,36 @@ class TokenSampler:
         ]
 
     @torch.no_grad()
-    def sample(self, draws: Sequence[Draw], best: bool) -> list[tuple[int, int]]:
-        """See `ds4.engine.sample_rows.DeviceSampler`. Waits for the device."""
+    def sample(
+        self, draws: Sequence[Draw], best: bool, then: Callable[[Tensor], None] | None = None
+    ) -> list[tuple[int, int]]:
+        """See `ds4.engine.sample_rows.DeviceSampler`. Waits for the device, but not for what `then` gives it to do.
+
+        Args:
+            then: called with the tokens, int32 on the device, before they are known here; for up to `rows` draws.
+        """
         chosen: list[tuple[int, int]] = []
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             for first in range(0, len(draws), self.rows):
-                chosen += self._some(draws[first : first + self.rows], best)
+                chosen += self._some(draws[first : first + self.rows], best, then)
         return chosen
 
-    def _some(self, draws: Sequence[Draw], best: bool) -> list[tuple[int, int]]:
-        bucket = next(b for b in self._buckets if b >= len(draws))
+    def _some(self, draws: Sequence[Draw], best: bool, then: Callable[[Tensor], None] | None) -> list[tuple[int, int]]:
+        count = len(draws)
         masked = best or any(draw.allowed is not None for draw in draws)
         select = any(draw.temperature > 0 and (draw.top_k > 0 or draw.top_p < 1) for draw in draws)
         self._fill(draws, masked)
-        torch.stack([draw.logits.to(self._device) for draw in draws], out=self._logits[: len(draws)])
-        self._run(bucket, masked, select)
+        torch.stack([draw.logits.to(self._device) for draw in draws], out=self._logits[:count])
+        self._run(next(b for b in self._buckets if b >= count), masked, select)
         self._tokens_host.copy_(self._tokens, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        tokens, bests = self._tokens_host[:, : len(draws)].tolist()
+        known = torch.cuda.Event() if self._device.type == "cuda" else None
+        if known is not None:
+            known.record()
+        if then is not None:
+            then(self._tokens[0, :count])
+        if known is not None:
+            known.synchronize()
+        tokens, bests = self._tokens_host[:, :count].tolist()
         return list(zip(tokens, bests, strict=True))
 
     def _fill(self, draws: Sequence[Draw], masked: bool) -> None:
