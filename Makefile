@@ -3,6 +3,7 @@
 #
 #   make serve ARGS="-m model.gguf --port 8080"    any flags of ds4-server
 #   make test PYTEST_ARGS="tests/chat -x"          only some of the tests
+#   make test-page                                 the page at / in headless Chromium, where there is one
 #   make test TEST_JOBS=0                          in one process (else one for each core, at most 8)
 #   make test-gpu                                  the kernels at full shapes, on a machine with a CUDA device
 #   make check-full FILE=model.gguf REFERENCE=reference.npz
@@ -21,11 +22,11 @@ CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 pytho
 	$(sort $(wildcard $(HOME)/.pyenv/versions/3.1[1-4]*/bin/python3))
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 
-.PHONY: help serve test test-gpu check-full lint format clean
+.PHONY: help serve test test-page test-gpu check-full lint format clean
 
 help:
 	@sed -n '/^# Two/,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "Targets: serve, test, test-gpu, check-full, lint, format, clean"
+	@echo "Targets: serve, test, test-page, test-gpu, check-full, lint, format, clean"
 
 serve: $(STAMP)
 	@echo "Starting ds4-server: http://127.0.0.1:8000 and the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
@@ -34,6 +35,14 @@ serve: $(STAMP)
 
 test: lint
 	$(VENV)/bin/python -m pytest -n $(TEST_JOBS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+
+# The page in a browser: the system's Chromium, driven by a package that only this needs.
+test-page: $(STAMP)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		echo "make test-page needs Chromium (on Debian: apt-get install chromium); it downloads none." >&2; exit 1; }
+	@$(VENV)/bin/python -c 'import playwright' 2>/dev/null || \
+		$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,page]'
+	$(VENV)/bin/python -m pytest tests/server/test_chat_page.py tests/server/page $(PYTEST_ARGS)
 
 # The kernels and the model in them on a CUDA device, at all shapes: with the python3 that has its torch and triton, not
 # with .venv; in GPU_JOBS processes where pytest-xdist is installed, as most of the time goes into compiling.

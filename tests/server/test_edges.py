@@ -25,9 +25,9 @@ HELLO = [{"role": "user", "content": "Hello"}]
 KEYS = ("first-key", "zweiter+/=", "x" * 500)
 PROTECTED = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages"), ("POST", "/v1/responses"),
-    ("POST", "/v1/messages/count_tokens"), ("GET", "/metrics"), ("GET", "/stats"),
+    ("POST", "/v1/messages/count_tokens"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/sessions"),
     ("GET", "/v1/models"), ("HEAD", "/v1/models"),
-    ("GET", "/v1/models/ds4-tiny"), ("GET", "/nothing"), ("PUT", "/health/"), ("GET", "/docs/x"), ("GET", "//health"),
+    ("GET", "/v1/models/ds4-tiny"), ("GET", "/nothing"), ("PUT", "/health/"), ("GET", "/docs/x"), ("GET", "/%2Fhealth"),
 ]  # fmt: skip
 
 

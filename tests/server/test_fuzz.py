@@ -102,7 +102,7 @@ def check(response: httpx.Response) -> None:
 
 # ---- by the description ---------------------------------------------------------------------------------------------
 
-GETS = ("/health", "/metrics", "/stats", "/v1/models", "/v1/models/{id}")
+GETS = ("/health", "/metrics", "/stats", "/sessions", "/v1/models", "/v1/models/{id}")
 POSTS = (*(api.path for api in APIS), "/v1/messages/count_tokens")
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

@@ -33,7 +33,7 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def test_every_path_is_described_with_its_errors_and_an_id_of_its_own(schema: dict[str, Any]) -> None:
-    gets = {"/health", "/metrics", "/stats", "/v1/models", "/v1/models/{id}"}
+    gets = {"/health", "/metrics", "/stats", "/sessions", "/v1/models", "/v1/models/{id}"}
     posts = {api.path for api in APIS} | {"/v1/messages/count_tokens"}
     assert {path for method, path, _ in operations(schema) if method == "get"} == gets
     assert {path for method, path, _ in operations(schema) if method == "post"} == posts

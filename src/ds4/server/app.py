@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from ds4 import __version__
 from ds4.errors import ContextOverflowError, RequestError
-from ds4.server import openapi
+from ds4.server import chat_page, openapi
 from ds4.server.api import messages
 from ds4.server.api.base import Api, ApiContext, Ask
 from ds4.server.api.models import model_ids, model_list, model_object
@@ -28,6 +28,7 @@ from ds4.server.docs_page import HEADERS, page
 from ds4.server.edges import Edges, error_body
 from ds4.server.errors import ApiError, from_request_error
 from ds4.server.exchange import EventStream, Exchange
+from ds4.server.live import LiveSession
 from ds4.server.request import Failed, Prompt
 from ds4.server.worker import Worker
 
@@ -58,10 +59,13 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         value = {"status": status, "model": loaded, "context_length": context, **worker.status()}
         return JsonResponse(value, 200 if worker.alive else 503)
 
+    live: list[LiveSession] = []
+
     async def measured() -> None:
         # In a long step of the model the last numbers have to do.
+        measuring: asyncio.Future[list[LiveSession]] = asyncio.wrap_future(worker.measure())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(worker.measure()), config.first_byte_seconds)
+            live[:] = await asyncio.wait_for(measuring, config.first_byte_seconds)
 
     async def metrics(request: Request) -> Response:
         await measured()
@@ -71,6 +75,12 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     async def stats(request: Request) -> Response:
         await measured()
         return JsonResponse(worker.metrics.stats())
+
+    async def sessions(request: Request) -> Response:
+        await measured()
+        numbers = {name: worker.status()[name] for name in ("waiting", "running")}
+        numbers.update(limit=config.max_sessions, context_length=context)
+        return JsonResponse({"object": "list", "data": [session.wire() for session in live], **numbers})
 
     async def models(request: Request) -> Response:
         return JsonResponse(model_list(loaded, context, config))
@@ -91,6 +101,7 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
     app.add_api_route("/health", health, **openapi.health_operation())
     app.add_api_route("/metrics", metrics, **openapi.metrics_operation())
     app.add_api_route("/stats", stats, **openapi.stats_operation())
+    app.add_api_route("/sessions", sessions, **openapi.sessions_operation())
     app.add_api_route("/v1/models", models, **openapi.models_operation())
     app.add_api_route("/v1/models/{id:path}", model, **openapi.model_operation())
     for api in APIS:
@@ -100,6 +111,8 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
         _token_count(messages.API, worker, apis),
         **openapi.count_operation(messages.API),
     )
+    for path in chat_page.FILES:
+        app.add_api_route(path, chat_page.answer, include_in_schema=False)
     description = openapi.describe(app, keys_needed=bool(config.api_keys))
     for path, handler in (("/openapi.json", schema), ("/docs", docs)):
         app.add_api_route(path, handler, include_in_schema=False)
@@ -118,7 +131,7 @@ def create_app(worker: Worker, config: ServerConfig) -> FastAPI:
 def _label(path: str, known: frozenset[str]) -> str:
     """A path among the known ones: metrics have one series for each, so there must be few."""
     if path in known:
-        return path
+        return "/page/{file}" if path.startswith("/page/") else path
     return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4.errors import Ds4Error
+from ds4.server import chat_page
 from ds4.server.api.registry import APIS
 from ds4.server.bodies import JsonResponse
 from ds4.server.config import check_api_key
@@ -23,7 +24,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_KEY_FILE_BYTES = 1 << 20
 """Largest file of API keys."""
 
-OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", *chat_page.FILES})
 """Paths that need no API key: a monitor and a browser send none, and what is there is no secret."""
 
 _CORS = [

@@ -143,6 +143,22 @@ def stats_operation() -> dict[str, Any]:
     return operation("GET", "/stats", summary, answer, (401, 431))
 
 
+def sessions_operation() -> dict[str, Any]:
+    """The same for /sessions."""
+    numbers = ("request", "tokens", "kv_bytes", "prompt_tokens", "cached_tokens", "completion_tokens")
+    session = object_of({"state": {"enum": ["idle", "reading", "writing"]}, **dict.fromkeys(numbers, "integer")})
+    answer = object_of(
+        {
+            "object": "string",
+            "data": {"type": "array", "items": session},
+            **dict.fromkeys(("waiting", "running", "limit", "context_length"), "integer"),
+        }
+    )
+    return operation(
+        "GET", "/sessions", "The live conversations: what each holds, and what it does", answer, (401, 431)
+    )
+
+
 def models_operation() -> dict[str, Any]:
     """The same for the list of models."""
     data = {"type": "array", "items": _model()}

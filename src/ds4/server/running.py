@@ -206,6 +206,9 @@ class Running:
     found: int = 0
     choice: Choice | Exception | None = None
 
+    def __post_init__(self) -> None:
+        self.slot.request = self.job.number
+
     def fork(self, slot: Slot) -> Running:
         """A further answer to its prompt, which is evaluated."""
         index = self.index + 1

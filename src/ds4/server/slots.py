@@ -142,6 +142,7 @@ class Slot:
         session: its tokens and state.
         busy: a request is using it.
         used: when it was last used, on the clock of its table.
+        request: the number of the request that used it last.
         spare: it holds one of several answers to a prompt that another slot holds as well, and nothing says that it
             will be continued.
         saved: its states on disk (see `ds4.server.disk.Saved`).
@@ -150,7 +151,7 @@ class Slot:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.busy = False
-        self.used = 0
+        self.used = self.request = 0
         self.spare = False
         self.anchors: list[Anchor] = []
         self.saved: list[Any] = []

@@ -23,6 +23,7 @@ from ds4.server.constraints import SchemaError
 from ds4.server.continuation import Plan, bind_reply, plan
 from ds4.server.decode import Ending, Generation
 from ds4.server.disk import open_disk
+from ds4.server.live import LiveSession, look_at
 from ds4.server.metrics import Metrics
 from ds4.server.prompting import PromptBuilder
 from ds4.server.recovery import MIN_ROOM, correction
@@ -145,9 +146,9 @@ class Worker:
         """The tokens that the request would have before it now: with hidden reasoning more than its prompt."""
         return self._ask(Question(lambda: len(self._plan(request, prompt).ids), len(prompt.ids)))
 
-    def measure(self) -> Future[None]:
-        """Bring those metrics up to date that only the worker's thread may look up."""
-        return self._ask(Question(lambda: self.metrics.look_at(self.engine, self.sessions()), None))
+    def measure(self) -> Future[list[LiveSession]]:
+        """What is live now; the metrics that only the worker's thread may look up are brought up to date with it."""
+        return self._ask(Question(lambda: look_at(self._slots, [*self._prefilling, *self._decoding], self.metrics), []))
 
     def _ask(self, question: Question[Found]) -> Future[Found]:
         with self._changed:
