@@ -16,6 +16,7 @@ from ds4.chat import Message, render
 from ds4.chat.message import ToolCall
 from ds4.chat.tools import tool_schemas
 from ds4.engine import Engine
+from ds4.engine.session import common_prefix
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import bind_reply, common_bytes, plan
 from ds4.server.prompting import PromptBuilder
@@ -46,7 +47,7 @@ def slot(of: Engine, ids: Sequence[int]) -> Slot:
 
 
 def choose(of: Engine, wanted: Prompt, *slots: Slot, context: int = 512, limit: int = 1) -> Any:
-    return plan(wanted, slots, of.tokenizer, builder(of).encode, context, limit)
+    return plan(wanted, slots, of.tokenizer, context, limit)
 
 
 def test_an_empty_server_starts_at_nothing() -> None:
@@ -67,10 +68,10 @@ def test_equal_tokens_are_continued() -> None:
     assert chosen.ids == second.ids
 
 
-def test_equal_text_in_other_tokens_is_continued_and_the_rest_tokenised_alone() -> None:
+def test_equal_text_in_other_tokens_is_continued_with_the_tokens_of_the_prompt() -> None:
     of = engine("hel", "l", "o wor")
     first = prompt(of, [("user", "greet")], thinking=False)
-    second = prompt(of, [("user", "greet"), ("assistant", "hello world"), ("user", "more")], thinking=False)
+    second = prompt(of, [("user", "greet"), ("assistant", "hello wor"), ("user", "more")], thinking=False)
     sampled = [of.tokenizer.piece(p) for p in (b"hel", b"l", b"o wor")]  # type: ignore[attr-defined]
     live = slot(of, first.ids + sampled)
     chosen = choose(of, second, live)
@@ -78,6 +79,25 @@ def test_equal_text_in_other_tokens_is_continued_and_the_rest_tokenised_alone() 
     assert chosen.ids[: chosen.reused] == live.session.tokens
     assert of.tokenizer.key_bytes(chosen.ids) == second.key
     assert chosen.ids != second.ids
+    assert chosen.ids[chosen.reused :] == second.ids[second.ids.index(of.tokenizer.eos) :]
+    # An answer that was cut inside a word, which its client has completed: nothing may be left inside the word.
+    completed = prompt(of, [("user", "greet"), ("assistant", "hello world"), ("user", "more")], thinking=False)
+    assert choose(of, completed, live).ids == completed.ids
+
+
+@pytest.mark.parametrize(("goes_on", "whole"), [(" and", True), ("d", False)])
+def test_a_text_that_the_client_continues_is_left_between_two_tokens_of_the_prompt(goes_on: str, whole: bool) -> None:
+    of = engine("hel", "l", "o wor")
+    sampled = [of.tokenizer.piece(p) for p in (b"hel", b"l", b"o wor")]  # type: ignore[attr-defined]
+    asked, wanted = (builder(of).build(ChatRequest("m", (), text=f"greet {t}")) for t in ("", f"hello wor{goes_on}"))
+    live = slot(of, [*asked.ids[:-1], *of.tokenizer.encode(" "), *sampled])
+    chosen = choose(of, wanted, live)
+    assert chosen.whole == whole
+    assert (chosen.ids == wanted.ids) != whole
+    assert of.tokenizer.key_bytes(chosen.ids) == wanted.key
+    # The same tokens, read from a prompt: nothing but equal tokens counts.
+    live.read = len(live.session.tokens)
+    assert choose(of, wanted, live).ids == wanted.ids
 
 
 def test_the_same_text_in_more_tokens_is_continued_however_little_room_it_leaves() -> None:
@@ -343,6 +363,29 @@ def test_what_is_evaluated_is_always_the_prompt(
         live.session.sync(chosen.ids)
         assert live.session.reused >= chosen.reused
         assert live.key().data == wanted.key
+
+
+CUT_WORDS = st.sampled_from([" answ", " answer", "er", "!", ".", "\n", "\n\n", " ", "  ", "ü", "12", "345", "</think>"])
+SPOKEN = st.lists(st.lists(CUT_WORDS, min_size=1, max_size=5).map("".join), min_size=1, max_size=3)
+
+
+@settings(max_examples=150)
+@given(SPOKEN, SPOKEN, st.integers(0, 3), st.integers(0, 60), st.booleans(), st.booleans())
+def test_what_is_read_from_prompts_never_changes_the_tokens_of_another(
+    old: list[str], new: list[str], common: int, cut: int, system: bool, longer: bool
+) -> None:
+    """However much text two prompts share, and wherever the evaluation of the first one was cancelled."""
+    of = engine("x")
+    roles = ["system", "user", "assistant", "user"][0 if system else 1 :]
+    texts = [*old[:common], *new]
+    if longer and old[:common]:
+        texts = [*old[: len(old[:common]) - 1], old[:common][-1] + new[0], *new[1:]]
+    first, wanted = (prompt(of, list(zip(roles, side, strict=False)), thinking=False) for side in (old, texts))
+    live = slot(of, first.ids[: len(first.ids) - min(cut, len(first.ids) - 1)])
+    live.read = len(first.ids)
+    chosen = choose(of, wanted, live)
+    assert chosen.ids == wanted.ids
+    assert chosen.kept == common_prefix(live.session.tokens, wanted.ids) or chosen.slot is None
 
 
 @settings(max_examples=40)

@@ -111,7 +111,7 @@ class Talk:
 
     def plan(self, wanted: Prompt, slots: list[Slot], context: int = CONTEXT) -> Plan:
         """Where it continues."""
-        return plan(wanted, slots, self.engine.tokenizer, self.prompts.encode, context, 1000)
+        return plan(wanted, slots, self.engine.tokenizer, context, 1000)
 
     def cost(
         self, wanted: Prompt, slots: list[Slot], context: int, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,28 @@ def test_answers_of_one_batch_are_those_of_each_alone(monkeypatch: pytest.Monkey
     assert max(sizes) == 5
     assert [answer.message.text for answer in together] == [answer.message.text for answer in alone]
     assert len({answer.message.text for answer in alone}) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_an_answer_does_not_depend_on_the_prompts_that_came_before(tokens: int) -> None:
+    """A prompt that begins with the text of another keeps the tokens that it has alone."""
+    system = "You are an assistant that works in a repository. " * 6
+
+    def asked(rules: str) -> ChatRequest:
+        one = request("hello", tokens=tokens)
+        return replace(one, messages=(Message(role="system", content=system + rules), *one.messages))
+
+    alone, after = model_worker(), model_worker()
+    (expected,) = run(alone, [asked("Always answer in English.")])
+    run(after, [asked("Always answ")])
+    (slot,) = after._slots.slots
+    assert slot.sampled == (tokens > 1)
+    assert slot.read + tokens - 1 == len(slot.session.tokens)
+    (answer,) = run(after, [asked("Always answer in English.")], start=False)
+    assert alone.stop(10)
+    assert after.stop(10)
+    assert answer.usage.reused > 0
+    assert answer.message.text == expected.message.text
 
 
 def test_a_long_prompt_does_not_hold_up_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ Four ways to recognise a state, of which the one that leaves fewest tokens to ev
 
 - its tokens are the prompt's tokens;
 - its text is the prompt's text, though the model cut it into other tokens (key bytes are compared, so a special token
-  and its spelling stay apart); what follows is tokenised alone;
+  and its spelling stay apart); it is left only where the prompt's own tokens have a boundary, and they follow;
 - the prompt shows an answer as clients show it: without its reasoning, or with it, and its text as it was, maybe
   without the white space around it;
 - the prompt has the calls of an answer under the ids they were given: then it may show the rest of the answer as it
@@ -74,16 +74,16 @@ class Plan:
         return "none" if not self.reused else "disk" if self.disk else "live" if self.whole else "checkpoint"
 
 
-def plan(prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode, context: int, limit: int) -> Plan:
+def plan(prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, context: int, limit: int) -> Plan:
     """The cheapest way to evaluate a prompt, given the live conversations, that leaves room for an answer.
 
     Args:
         prompt, slots: what is wanted, and what there is.
-        tokenizer, encode: how tokens are read, and how text is tokenised.
+        tokenizer: how tokens are read.
         context: tokens of the context.
         limit: most tokens that the answer may have.
     """
-    view = _View(prompt, slots, tokenizer, encode)
+    view = _View(prompt, slots, tokenizer)
     room = min(limit, context // _ROOM_PART, _ROOM)
 
     def fits(way: _Way) -> bool:
@@ -173,9 +173,9 @@ def _hides(view: _View, way: _Way) -> bool:
 class _View:
     """A prompt, with what is needed of it again for each slot."""
 
-    def __init__(self, prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer, encode: Encode) -> None:
+    def __init__(self, prompt: Prompt, slots: Sequence[Slot], tokenizer: Tokenizer) -> None:
         self.prompt, self.tokenizer = prompt, tokenizer
-        self._slots, self._encode = slots, encode
+        self._slots = slots
         self.special = frozenset(tokenizer.special.values())
         self._keys: dict[Slot, TokenKey] = {}
 
@@ -211,29 +211,23 @@ class _View:
         """Where these are in its key."""
         return [*(match.start() for match in re.finditer(b"\xff", self.prompt.key)), len(self.prompt.key)]
 
-    @cached_property
-    def _text(self) -> bytes:
-        return self.prompt.text.encode()
+    def token_at(self, end: int, known: tuple[int, int] = (0, 0)) -> int | None:
+        """The index of its token that begins at key byte `end`; None if none does: that is inside one, or the end.
 
-    def behind(self, end: int) -> tuple[list[int], int, int] | None:
-        """The tokens behind its first `end` key bytes: some, and where its own follow, among them and in its key.
-
-        None if that is nothing or inside a character. Special tokens cut a text for the tokenizer, so that the
-        prompt's own tokens follow from the next one on.
+        `known`: the index of a token, and where that begins, from which to look; special tokens are known anyway.
         """
+        nth = bisect_left(self.marks, end)
         if end >= len(self.prompt.key):
             return None
-        nth = bisect_left(self.marks, end)
-        start, mark = self.specials[nth], self.marks[nth]
-        if mark == end:
-            return [], start, mark
-        # Each of the special tokens before has one byte in the key that the text has not.
-        try:
-            at = len(self._text[: end - nth].decode())
-            text = self.prompt.text[at : at + len(self._text[end - nth : mark - nth].decode())]
-        except UnicodeDecodeError:
-            return None
-        return self._encode(text), start, mark
+        if self.marks[nth] == end:
+            return self.specials[nth]
+        if nth:
+            known = max(known, (self.specials[nth - 1], self.marks[nth - 1]))
+        index, at = known
+        while at < end:
+            at += len(self.tokenizer.key_bytes(self.prompt.ids[index : index + 1]))
+            index += 1
+        return index if at == end else None
 
 
 def _ways(view: _View, slot: Slot, fits: Callable[[_Way], bool]) -> Iterator[_Way]:
@@ -244,28 +238,25 @@ def _ways(view: _View, slot: Slot, fits: Callable[[_Way], bool]) -> Iterator[_Wa
     if shared == len(tokens):
         return
     for anchor, turn, end, detail in _anchored(view, slot, shared):
-        way = _way(view, slot, anchor.tokens, anchor.extra, end, detail)
-        if way is not None and fits(way):
+        start = view.token_at(end)
+        if start is None:
+            continue
+        way = _way(view, slot, anchor.tokens, anchor.extra, end, start, detail)
+        if fits(way):
             yield replace(_measured(view, way), sampled=turn in view.outline.turns[-2:])
             if anchor.tokens == len(tokens):
                 return
             break
-    key = view.key(slot)
-    head, end = _token_boundary(key, common_bytes(key.data, prompt.key), shared, slot, view.special)
-    if head > shared:
-        way = _way(view, slot, head, (), end, "memory-text")
-        if way is not None and fits(way):
+    head, end, start = _shared_text(view, slot, shared)
+    if head > shared and start is not None:
+        way = _way(view, slot, head, (), end, start, "memory-text")
+        if fits(way):
             yield _measured(view, way)
 
 
-def _way(view: _View, slot: Slot, head: int, extra: tuple[int, ...], end: int, detail: str) -> _Way | None:
-    """The first `head` tokens of a slot, and `extra`, stand for the first `end` key bytes. None: nothing follows."""
-    behind = view.behind(end)
-    if behind is None:
-        return None
-    text, start, mark = behind
-    between = (*extra, *text)
-    return _Way(slot, head, between, start, mark, detail, head + len(between) + len(view.prompt.ids) - start)
+def _way(view: _View, slot: Slot, head: int, extra: tuple[int, ...], end: int, start: int, detail: str) -> _Way:
+    """The first `head` tokens of a slot, and `extra`, stand for the prompt's first `start`, of `end` key bytes."""
+    return _Way(slot, head, extra, start, end, detail, head + len(extra) + len(view.prompt.ids) - start)
 
 
 def _measured(view: _View, way: _Way, kept: int | None = None) -> _Way:
@@ -325,23 +316,42 @@ def _content(message: Message) -> bytes:
     return digest(message.text.strip().encode("utf-8", "replace"))
 
 
-def _token_boundary(key: TokenKey, same: int, shared: int, slot: Slot, special: frozenset[int]) -> tuple[int, int]:
-    """(tokens, their key bytes): as far as text agrees, but not ending inside words: at the end, or at a special token.
+def _shared_text(view: _View, slot: Slot, shared: int) -> tuple[int, int, int | None]:
+    """How far a slot says what the prompt says, as (its tokens, their key bytes, the prompt's token that follows).
 
-    The first `same` key bytes of a slot agree, and those of its first `shared` tokens; it is these if there is no more.
+    That ends where the tokens of both do; elsewhere the prompt's next word would be cut into tokens that no tokenizer
+    makes. So it ends behind what the model wrote last, if the prompt agrees, or else at a special token of both, as
+    those cut a text whatever stands around. The first `shared` tokens are equal; if there is no more, it is these.
     """
-    tokens, data, start = slot.session.tokens, key.data, key.length(shared)
-    if same == len(data) and not data.endswith(b"\xff"):
-        return len(tokens), same
-    at = data.rfind(b"\xff", start, same + 1)
+    key, tokens = view.key(slot), slot.session.tokens
+    start = key.length(shared)
+    same = common_bytes(key.data, view.prompt.key)
+    # What was read from another prompt has that one's tokens: its last word may go on otherwise.
+    if same == len(key.data) and slot.sampled:
+        index = view.token_at(same, (shared, start))
+        if index is not None:
+            return len(tokens), same, index
+    head, end = _last_special(key, tokens, view.special, start, same) or (shared, start)
+    return head, end, view.token_at(end)
+
+
+def _last_special(
+    key: TokenKey, tokens: Sequence[int], special: frozenset[int], start: int, same: int
+) -> tuple[int, int] | None:
+    """The last boundary at a special token in key bytes `start` to `same`, as (tokens before it, their key bytes).
+
+    Up to `same` the prompt has the same bytes, and there a byte 0xFF is always a special token.
+    """
+    at = key.data.rfind(b"\xff", start, same)
     while at >= 0:
         i, first = key.token_at(at)
         # The model may write such a byte.
         if first == at and tokens[i] in special:
             end = key.length(i + 1)
+            # The prompt may have another special token there.
             return (i + 1, end) if end <= same else (i, at)
-        at = data.rfind(b"\xff", start, at)
-    return shared, start
+        at = key.data.rfind(b"\xff", start, at)
+    return None
 
 
 def common_bytes(a: bytes, b: bytes) -> int:

@@ -229,6 +229,7 @@ class Running:
         """Evaluate `ids` up to the next multiple of `chunk` tokens; True once all are."""
         if self.prefill is None:
             self.prefill = self.slot.session.begin(self.ids, boundaries=self.boundaries)
+            self.slot.read = len(self.ids)
         before = self.slot.session.recomputed
         complete = self.prefill.step(chunk)
         after = self.slot.session.recomputed

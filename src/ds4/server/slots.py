@@ -143,6 +143,7 @@ class Slot:
         busy: a request is using it.
         used: when it was last used, on the clock of its table.
         request: the number of the request that used it last.
+        read: how many tokens its last prompt has; what stands behind them was sampled.
         spare: it holds one of several answers to a prompt that another slot holds as well, and nothing says that it
             will be continued.
         saved: its states on disk (see `ds4.server.disk.Saved`).
@@ -151,11 +152,16 @@ class Slot:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.busy = False
-        self.used = self.request = 0
+        self.used = self.request = self.read = 0
         self.spare = False
         self.anchors: list[Anchor] = []
         self.saved: list[Any] = []
         self._key = TokenKey(session.engine.tokenizer)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its last token was sampled."""
+        return len(self.session.tokens) > self.read
 
     def key(self) -> TokenKey:
         """The key of the evaluated tokens, as they are now."""
@@ -184,6 +190,7 @@ class Slot:
         """A slot with an equal session of its own."""
         other = Slot(self.session.fork())
         other.anchors, other.saved, other._key = list(self.anchors), list(self.saved), self._key.copy()
+        other.read = self.read
         return other
 
 

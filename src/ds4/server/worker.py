@@ -307,7 +307,7 @@ class Worker:
 
     def _plan(self, request: ChatRequest, prompt: Prompt) -> Plan:
         context, limit = self.engine.context, self._room(request, 0)
-        return plan(prompt, self._slots.slots, self.engine.tokenizer, self.prompts.encode, context, limit)
+        return plan(prompt, self._slots.slots, self.engine.tokenizer, context, limit)
 
     def _admit(self) -> None:
         while (job := self._next()) is not None:
