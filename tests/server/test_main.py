@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def command(
+    *arguments: object, start: Sequence[str] = ("-m", "ds4.server.main")
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """The running command, its address, and the log lines until it was ready."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ds4.server.main", "--port", "0", "-t", "1", *map(str, arguments)],
+        [sys.executable, *start, "--port", "0", "-t", "1", *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -167,6 +169,34 @@ def test_one_signal_is_enough_whatever_clients_do(model: Path, tmp_path: Path, r
             assert httpx.get(url + "/health").status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
+
+
+READS_FOR_EVER = """
+import sys, threading
+from ds4.server import app, main, serve
+
+def read(data):
+    print("reading", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+app._LONG_BODY = 0
+app.parse_json = read
+serve._EXIT_SECONDS = serve._SHUTDOWN_SECONDS = 1
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_one_signal_is_enough_while_threads_read_requests(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    with command("-m", model, "--trace", trace, start=["-c", READS_FOR_EVER]) as (process, url, _):
+        with socket.socket() as client:
+            client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            client.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            assert process.stderr is not None
+            assert process.stderr.readline() == "reading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "not everything ended within 1 s" in process.stderr.read()
 
 
 def test_nobody_has_to_read_standard_error(model: Path, tmp_path: Path) -> None:

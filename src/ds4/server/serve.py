@@ -44,6 +44,9 @@ _SHUTDOWN_SECONDS = 3
 _STORE_SECONDS = 60
 """How long the live conversations may take to be stored on disk at a signal."""
 
+_EXIT_SECONDS = 8
+"""How long all may take at a signal. Threads that still read a request, or prepare its schema, cannot be ended."""
+
 
 def run(config: ServerConfig, listener: socket.socket) -> int:
     """Load the model and serve on a listening socket until a signal; the exit status. Raises Ds4Error."""
@@ -54,7 +57,7 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
         backend = load_backend(config)
     worker = Worker(backend, config, trace)
     worker.prompts.prepare()
-    server = GracefulServer(create_app(worker, config), worker)
+    server = GracefulServer(create_app(worker, config), worker, lambda: _leave(worker, trace))
     host, port = listener.getsockname()[:2]
     if not config.api_keys and not _is_loopback(host):
         log.warning(
@@ -93,11 +96,12 @@ def http_config(app: object) -> uvicorn.Config:
 
 
 class GracefulServer(uvicorn.Server):
-    """Ends running answers at the first signal, and the process at once at the second."""
+    """Ends running answers at the first signal, the process a few seconds later, and at once at the second."""
 
-    def __init__(self, app: object, worker: Worker) -> None:
+    def __init__(self, app: object, worker: Worker, leave: Callable[[], None] = lambda: None) -> None:
+        """`leave` ends the process if it still runs _EXIT_SECONDS after the first signal."""
         super().__init__(http_config(app))
-        self._worker = worker
+        self._worker, self._leave = worker, leave
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called for SIGINT and SIGTERM."""
@@ -107,6 +111,21 @@ class GracefulServer(uvicorn.Server):
         log.warning("shutting down; a second signal exits at once")
         # Answers have to end before their connections can be closed, and a signal handler must not wait.
         threading.Thread(target=self._worker.stop, daemon=True).start()
+        # The event loop and the interpreter would wait for all threads, however long these take.
+        deadline = threading.Timer(_EXIT_SECONDS, self._leave)
+        deadline.daemon = True
+        deadline.start()
+
+
+def _leave(worker: Worker, trace: Trace) -> None:
+    """End the process as soon as the conversations are stored that are being stored."""
+    worker.disk.close(timeout=_STORE_SECONDS)
+    # Once the log has ended, lines of it would go to standard error itself, and wait if nobody reads it.
+    if logging.getLogger().handlers:
+        log.warning("not everything ended within %g s; exiting without it", _EXIT_SECONDS)
+    trace.close()
+    logging.shutdown()
+    os._exit(0)
 
 
 def load_backend(config: ServerConfig) -> Backend:
