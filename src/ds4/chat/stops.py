@@ -12,40 +12,32 @@ class StopFilter:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(sorted({stop for stop in stops if stop}, key=len))
-        self._longest = len(self._stops[-1]) if self._stops else 0
+        self._by_first: dict[str, list[str]] = {}
+        for stop in sorted({stop for stop in stops if stop}, key=len):
+            self._by_first.setdefault(stop[0], []).append(stop)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that may go on, and the stop string if one was found (what follows it is dropped)."""
-        if not self._stops:
-            return text, None
         text, self._held = self._held + text, ""
-        end = self._held_from(text)
-        at, stop = self._first(text)
-        if stop is not None and at <= end:
-            return text[:at], stop
-        self._held = text[end:]
-        return text[:end], None
+        end, stop = self._look(text, more=True)
+        if stop is None:
+            self._held = text[end:]
+        return text[:end], stop
 
     def flush(self) -> tuple[str, str | None]:
         """Return what was held back, as nothing follows any more, and the stop string if there is one in it."""
         text, self._held = self._held, ""
-        at, stop = self._first(text)
-        return text[:at], stop
+        end, stop = self._look(text, more=False)
+        return text[:end], stop
 
-    def _first(self, text: str) -> tuple[int, str | None]:
-        first: tuple[int, str | None] = len(text), None
-        for stop in self._stops:
-            at = text.find(stop, 0, first[0] + len(stop) - 1)
-            if at >= 0:
-                first = at, stop
-        return first
-
-    def _held_from(self, text: str) -> int:
-        """Return where the earliest proper prefix of a stop string begins that reaches the end of the text."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            tail = len(text) - at
-            if any(len(stop) > tail and text.startswith(stop[:tail], at) for stop in self._stops):
-                return at
-        return len(text)
+    def _look(self, text: str, more: bool) -> tuple[int, str | None]:
+        """Where the first stop string begins, and which it is; or where the text may become one, if there is more."""
+        for at, first in enumerate(text):
+            # The shorter ones come first.
+            for stop in self._by_first.get(first, ()):
+                if text.startswith(stop, at):
+                    return at, stop
+                if more and len(stop) > len(text) - at and stop.startswith(text[at:]):
+                    return at, None
+        return len(text), None

@@ -18,6 +18,9 @@ from ds4.server.request import Done, Failed
 
 Body = TypeVar("Body", bound=BaseModel)
 
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+"""Most stop strings, and most characters of one: they are looked for with every token, between the steps of all."""
+
 _SAMPLING = tuple(entry.name for entry in fields(Sampling))
 
 
@@ -122,6 +125,13 @@ def count_of(n: int | None, config: ServerConfig) -> int:
     return n or 1
 
 
-def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings without empty ones."""
-    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
+def stops_of(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Stop strings, each once, without empty ones. Raises ApiError 400 for too many, or one that is too long."""
+    stops = tuple(dict.fromkeys(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text))
+    if len(stops) > MAX_STOPS:
+        raise ApiError(400, f"{field} has {len(stops)} strings; at most {MAX_STOPS} are looked for", param=field)
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_LENGTH:
+        text = f"{field} has a string of {longest} characters; it may have {MAX_STOP_LENGTH}"
+        raise ApiError(400, text, param=field)
+    return stops

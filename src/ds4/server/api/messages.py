@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from ds4.chat import json_text
@@ -84,7 +85,7 @@ def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
         effort=effort,
         sampling=sampling_of(body, context.vocab),
         max_tokens=body.max_tokens,
-        stop=stops_of(body.stop_sequences),
+        stop=stops_of(body.stop_sequences, "stop_sequences"),
         call_prefix="toolu_",
         streamed=bool(body.stream),
         front=len(front),
@@ -176,12 +177,10 @@ def _system_text(block: object, where: str, param: str) -> str:
 def _messages(values: Sequence[Mapping[str, Any]]) -> list[Message]:
     """All messages; neighbours of the assistant's are one, and an empty last one of it is none."""
     messages: list[Message] = []
-    for i, value in enumerate(values):
-        message = _message(value, f"messages[{i}]")
-        if messages and message.role == messages[-1].role == "assistant":
-            messages[-1] = _joined(messages[-1], message)
-        else:
-            messages.append(message)
+    read = [_message(value, f"messages[{i}]") for i, value in enumerate(values)]
+    for role, group in groupby(read, lambda message: message.role):
+        run = list(group)
+        messages += [_joined(run)] if role == "assistant" else run
     if messages[-1].role == "assistant" and not messages[-1].tool_calls and not messages[-1].text.strip():
         messages.pop()
     if not any(message.role == "user" for message in messages):
@@ -203,12 +202,12 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
     return _assistant(blocks, f"{where}.content")
 
 
-def _joined(first: Message, second: Message) -> Message:
-    return replace(
-        first,
-        reasoning=first.reasoning + second.reasoning,
-        content=first.text + second.text,
-        tool_calls=first.tool_calls + second.tool_calls,
+def _joined(messages: Sequence[Message]) -> Message:
+    """One of the assistant's messages that says what all of them say."""
+    return Message(
+        reasoning="".join(message.reasoning for message in messages),
+        content="".join(message.text for message in messages),
+        tool_calls=tuple(call for message in messages for call in message.tool_calls),
     )
 
 
