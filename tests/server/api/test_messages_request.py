@@ -32,6 +32,7 @@ from messages_bodies import (
 from ds4.chat import message as chat_message
 from ds4.chat.dsml import calls_text
 from ds4.errors import RequestError
+from ds4.server.api import messages as messages_api
 from ds4.server.api.messages_types import MessagesRequest
 from ds4.server.errors import ApiError
 from ds4.server.turns import Turn, TurnMemory
@@ -131,6 +132,24 @@ def test_an_assistant_turn_is_the_same_in_one_message_or_several() -> None:
     assert f"{ASSISTANT}<think>plan</think>Let me see.\n\n<｜DSML｜tool_calls>" in whole
     pieces = [assistant(block) for block in blocks]
     assert prompt({**body, "messages": [HI, *pieces, user(result())]}) == whole
+
+
+def test_neighbours_of_the_assistant_are_joined_once_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each would copy all text before it."""
+    joined: list[int] = []
+    join = messages_api._joined
+
+    def counted(run: Any) -> Any:
+        joined.append(len(run))
+        return join(run)
+
+    monkeypatch.setattr(messages_api, "_joined", counted)
+    said = [{"role": "assistant", "content": f"{i} "} for i in range(50)]
+    ask = {"role": "user", "content": "x"}
+    read = messages_api._messages([ask, *said, ask, *said, ask])
+    assert [message.role for message in read] == ["user", "assistant", "user", "assistant", "user"]
+    assert read[1].text == read[3].text == "".join(f"{i} " for i in range(50))
+    assert joined == [50, 50]
 
 
 def test_marks_for_the_api_do_not_reach_the_model() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ds4 import chat
 from ds4.chat.message import Message, Part, ToolCall
+from ds4.server.api import responses_input
 from ds4.server.api.responses_input import found_tools, read_input
 from ds4.server.errors import ApiError
 
@@ -100,6 +102,24 @@ def test_calls_join_the_message_before_them() -> None:
     # Other servers reason between the calls of one turn.
     (one,) = read(reasoning("a"), call(), reasoning("b"), call("call_2"))
     assert (one.reasoning, [c.id for c in one.tool_calls]) == ("a\nb", ["call_1", "call_2"])
+
+
+def test_calls_join_once_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each would copy all calls before it."""
+    copied: list[int] = []
+
+    def counted(message: Message, **changes: Any) -> Message:
+        copied.append(len(changes["tool_calls"]))
+        return replace(message, **changes)
+
+    monkeypatch.setattr(responses_input, "replace", counted)
+    items = [item for i in range(50) for item in (reasoning(f"why {i}"), call(f"call_{i}"))]
+    first, _, second, last = read(ASSISTANT, *items, output("x", "call_1"), *items, reasoning("last"))
+    assert copied == [50, 50]
+    assert [call.id for call in first.tool_calls] == [call.id for call in second.tool_calls]
+    assert [call.id for call in first.tool_calls] == [f"call_{i}" for i in range(50)]
+    assert first.reasoning == second.reasoning == "\n".join(f"why {i}" for i in range(50))
+    assert (first.text, second.text, last) == ("yes", "", Message(reasoning="last"))
 
 
 @pytest.mark.parametrize(

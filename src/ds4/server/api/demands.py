@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,10 @@ def _known(names: Collection[str], tools: Sequence[ToolSchema], where: str) -> f
 
 def check_names(tools: Sequence[ToolSchema]) -> None:
     """Raises ApiError 400 for two functions of the same name: nobody would know which of them is called."""
-    names = [tool.name for tool in tools if tool.kind in ("function", "custom")]
-    for name in names:
-        if names.count(name) > 1:
-            raise ApiError(400, f"tools: there are {names.count(name)} of the name {name!r}", param="tools")
+    names = Counter(tool.name for tool in tools if tool.kind in ("function", "custom"))
+    for name, count in names.items():
+        if count > 1:
+            raise ApiError(400, f"tools: there are {count} of the name {name!r}", param="tools")
 
 
 def _wrong(message: str) -> ApiError:

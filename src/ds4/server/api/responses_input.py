@@ -69,13 +69,15 @@ class _Reader:
     """Reads items one by one.
 
     One turn of the model is several items here and one message there: its reasoning waits for what it belongs to, and
-    calls join the text before them.
+    calls join the text before them, all at once as there may be many.
     """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.tools: list[Mapping[str, Any]] = []
         self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []  # those that the last message gets, and the reasoning between them
+        self._call_reasoning: list[str] = []
 
     def read(self, item: Mapping[str, Any], where: str) -> None:
         kind = item.get("type")
@@ -107,7 +109,8 @@ class _Reader:
         """Reasoning that nothing followed is a turn of its own."""
         reasoning = self._take_reasoning()
         if reasoning:
-            self.messages.append(Message(reasoning=reasoning))
+            self._add(Message(reasoning=reasoning))
+        self._join_calls()
 
     def _take_reasoning(self) -> str:
         reasoning = "\n".join(self._reasoning)
@@ -120,21 +123,32 @@ class _Reader:
             raise _wrong(f"{where}.role {role!r} is not known: use system, developer, user or assistant")
         content = _content(item.get("content"), f"{where}.content")
         if role == "assistant":
-            self.messages.append(Message(content=content, reasoning=self._take_reasoning()))
+            self._add(Message(content=content, reasoning=self._take_reasoning()))
             return
         self.flush()
         # Clients of this API write `developer` where they mean the system prompt. The format's own developer role is
         # another thing: it is forgotten together with old reasoning.
-        self.messages.append(Message(role="user" if role == "user" else "system", content=content))
+        self._add(Message(role="user" if role == "user" else "system", content=content))
 
     def _call(self, call: ToolCall) -> None:
-        reasoning = self._take_reasoning()
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != "assistant":
-            self.messages.append(Message(reasoning=reasoning, tool_calls=(call,)))
+        if not self.messages or self.messages[-1].role != "assistant":
+            self._add(Message())
+        self._calls.append(call)
+        self._call_reasoning.append(self._take_reasoning())
+
+    def _add(self, message: Message) -> None:
+        self._join_calls()
+        self.messages.append(message)
+
+    def _join_calls(self) -> None:
+        """Give the last message the calls that belong to it."""
+        if not self._calls:
             return
-        reasoning = "\n".join(text for text in (last.reasoning, reasoning) if text)
-        self.messages[-1] = replace(last, reasoning=reasoning, tool_calls=(*last.tool_calls, call))
+        last = self.messages[-1]
+        reasoning = "\n".join(text for text in (last.reasoning, *self._call_reasoning) if text)
+        self.messages[-1] = replace(last, reasoning=reasoning, tool_calls=(*last.tool_calls, *self._calls))
+        self._calls.clear()
+        self._call_reasoning.clear()
 
     def _output(self, item: Mapping[str, Any], kind: str, where: str) -> None:
         self.flush()
@@ -146,7 +160,7 @@ class _Reader:
             if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
                 raise _wrong(f"{where}.tools must be a list of objects")
             self.tools += tools
-        self.messages.append(Message(role="tool", tool_call_id=_call_id(item, where), content=content))
+        self._add(Message(role="tool", tool_call_id=_call_id(item, where), content=content))
 
 
 def _wrong(message: str) -> ApiError:
