@@ -35,8 +35,14 @@ def schema_of(required: tuple[str, ...] = (), **properties: Any) -> dict[str, An
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
+def begin(rules: AnswerRules, thinking: bool = False, of: Grammars | None = None) -> Constraint | None:
+    """The constraint of one answer, if there is one; waits for its grammar."""
+    made = (of or grammars()).submit(rules)
+    return None if made is None else made.result().begin(thinking)
+
+
 def constraint_of(rules: AnswerRules, thinking: bool = False) -> Constraint:
-    made = grammars().constraint(rules, thinking)
+    made = begin(rules, thinking)
     assert made is not None
     return made
 

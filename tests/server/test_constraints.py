@@ -18,6 +18,7 @@ from tests.server.constraint_helpers import (
     MARK,
     PARAMETER_END,
     TOKENS,
+    begin,
     block,
     constraint_of,
     follow,
@@ -302,7 +303,7 @@ def test_calls_or_json() -> None:
 
 def test_nothing_to_constrain() -> None:
     for rules in (AnswerRules(), AnswerRules("allowed", TOOLS), AnswerRules("none", TOOLS, strict=frozenset({"ping"}))):
-        assert grammars().constraint(rules, thinking=True) is None
+        assert begin(rules, thinking=True) is None
 
 
 # ---- special tokens that are spelled out ----------------------------------------------------------------------------
@@ -323,27 +324,27 @@ def test_ordinary_tokens_do_not_spell_tags(cuts: tuple[int, ...]) -> None:
         (either, '{"a": "', "<tool_calls> <", False),
         (AnswerRules("allowed", TOOLS, strict=frozenset({"ping"})), "", "tool_calls>\n \n<", False),
     ):
-        constraint = constraint_of(rules, thinking)
-        assert follow(constraint, before) != "refused"
         ends = [0, *(cut for cut in cuts if cut < len(word)), len(word)]
         pieces = [word[a:b] for a, b in itertools.pairwise(ends)]
         tokens = [token for piece in pieces for token in TOKENS.encode(piece)]
-        for token in tokens[:-1]:
-            assert in_mask(constraint.mask(), token)
-            assert constraint.advance(token)
-        assert not in_mask(constraint.mask(), tokens[-1])
-        assert not constraint.allows(tokens[-1])
-        other = constraint.fork()
-        assert other.advance(TOKENS.encode("x")[0])
-        assert not constraint.advance(tokens[-1])
-        assert constraint.broken
+        for last, allowed in ((TOKENS.encode("x")[0], True), (tokens[-1], False)):
+            constraint = constraint_of(rules, thinking)
+            assert follow(constraint, before) != "refused"
+            for token in tokens[:-1]:
+                assert in_mask(constraint.mask(), token)
+                assert constraint.advance(token)
+            assert in_mask(constraint.mask(), last) == constraint.allows(last) == allowed
+            assert constraint.advance(last) == allowed
+            assert constraint.broken != allowed
         assert constraint.mask() is None
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    first = constraint_of(AnswerRules("required", TOOLS, several=False))
-    assert follow(first, '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="') == "open"
-    second = first.fork()
+def test_answers_that_follow_the_same_rules_go_their_own_ways() -> None:
+    made = grammars().submit(AnswerRules("required", TOOLS, several=False))
+    assert made is not None
+    first, second = (made.result().begin(thinking=False) for _ in range(2))
+    for constraint in (first, second):
+        assert follow(constraint, '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="') == "open"
     rest = str(block(("ping", {}))).split('name="')[1]
     assert follow(first, rest) == "complete"
     assert first.done
@@ -446,7 +447,7 @@ def test_other_requests_that_cannot_be_met() -> None:
         (AnswerRules("required", tools_of(**{'a"> <b': {}})), "tool name"),
     ):
         with pytest.raises(RequestError, match=words):
-            grammars().constraint(rules, thinking=False)
+            begin(rules)
 
 
 def test_a_schema_that_leads_nowhere_ends_the_answer_with_an_error() -> None:
@@ -483,7 +484,7 @@ def test_no_schema_breaks_anything(parameters: dict[str, Any], content: Any) -> 
         *(AnswerRules("required", tools_of(f=schema), strict=frozenset("f")) for schema in schemas),
     ):
         try:
-            constraint = grammars().constraint(rules, thinking=False)
+            constraint = begin(rules)
             if constraint is not None:
                 assert constraint.mask() is not None
         except RequestError:

@@ -17,7 +17,7 @@ from ds4.chat.message import Message
 from ds4.chat.stream import StreamParser
 from ds4.engine.sampling import Sampler, Sampling
 from ds4.server.constraints import AnswerRules, Constraint
-from tests.server.constraint_helpers import MARK, TOKENS, constraint_of, grammars, schema_of, tools_of
+from tests.server.constraint_helpers import MARK, TOKENS, begin, constraint_of, schema_of, tools_of
 
 ENDING = ("</", '"', "}", "]", ">", '">', '"}', "</think>", MARK, "<", "\n\n", "1")
 
@@ -98,7 +98,7 @@ def test_whatever_is_sampled_satisfies_the_rules(data: st.DataObject, seed: int,
         content=data.draw(st.none() | objects()),
         profile=data.draw(st.sampled_from(["official", "ds4"])),
     )
-    constraint = grammars().constraint(rules, thinking)
+    constraint = begin(rules, thinking)
     if constraint is None:
         return
     message = sampled(constraint, rules, seed, thinking)

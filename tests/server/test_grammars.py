@@ -17,7 +17,7 @@ from ds4.errors import RequestError
 from ds4.server.constraints import AnswerRules, Enforcement, Grammars, GrammarsBusyError, SchemaError, grammar, grammars
 from ds4.server.constraints.schema import MAX_PARTS, Document
 from ds4.server.constraints.vocabulary import Vocabulary
-from tests.server.constraint_helpers import TOKENS, schema_of, tools_of
+from tests.server.constraint_helpers import TOKENS, begin, schema_of, tools_of
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 UNIQUE = {"type": "array", "uniqueItems": True}
@@ -81,7 +81,7 @@ def test_the_property_to_blame_is_found_in_a_few_steps(bad: Any, place: int, cos
     properties = {name: {"type": "integer"} for name in names[:place]}
     schema = schema_of(**properties, bad=bad, **{name: {"type": "integer"} for name in names[place:]})
     with pytest.raises(SchemaError, match=r"'bad'.*'f1'|'f1'.*'bad'"):
-        Grammars(TOKENS).constraint(strict(schema_of(a={"type": "string"}), schema), thinking=False)
+        begin(strict(schema_of(a={"type": "string"}), schema), of=Grammars(TOKENS))
     assert costs.documents == 2
     assert len(costs.compiled) <= (0 if bad is UNIQUE else 12)
     # All that is compiled to find it is no more than the grammar itself, about.
@@ -132,7 +132,7 @@ def test_names_and_values_are_no_keywords() -> None:
     schema = schema_of(**{name: {"enum": [{"not": 1}, [{"if": 2}]]} for name in KEYWORDS})
     unused = {**schema, "$defs": {"unused": {"not": {}}}}
     for rules in (AnswerRules(content=unused), strict(unused)):
-        assert Grammars(TOKENS).constraint(rules, thinking=False) is not None
+        assert begin(rules, of=Grammars(TOKENS)) is not None
 
 
 def test_what_failed_is_remembered_and_so_is_what_did_not(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_schemas_of_too_many_parts_are_refused_uncompiled(schema: Any, costs: Co
     rules = (AnswerRules(content=schema), strict(schema_of(x=schema)))
     for one in rules:
         with pytest.raises(SchemaError, match=rf"at most {MAX_PARTS} are supported"):
-            Grammars(TOKENS).constraint(one, thinking=False)
+            begin(one, of=Grammars(TOKENS))
     assert not costs.compiled
 
 
@@ -194,7 +194,7 @@ def test_schemas_that_are_too_long_are_refused_unread(costs: Costs) -> None:
 def test_all_tools_together_have_a_bound(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "MAX_GRAMMAR", 5000)
     with pytest.raises(SchemaError, match="too large"):
-        Grammars(TOKENS).constraint(strict(*[schema_of(**numbers(5))] * 100), thinking=False)
+        begin(strict(*[schema_of(**numbers(5))] * 100), of=Grammars(TOKENS))
     assert costs.documents < 10
 
 

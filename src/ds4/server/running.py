@@ -134,12 +134,19 @@ class Question(Generic[Found]):
         self._look, self._otherwise = look, otherwise
         self.answer: Future[Found] = Future()
 
-    def settle(self, ended: bool = False) -> None:
-        """Look it up, or give the other answer. Who does not wait for it any more has cancelled it."""
+    def settle(self) -> None:
+        """Look it up. Who does not wait for it any more has cancelled it."""
+        self._answer(self._look)
+
+    def give_up(self) -> None:
+        """Nobody looks it up any more: give the other answer."""
+        self._answer(lambda: self._otherwise)
+
+    def _answer(self, look: Callable[[], Found]) -> None:
         if not self.answer.set_running_or_notify_cancel():
             return
         try:
-            self.answer.set_result(self._otherwise if ended else self._look())
+            self.answer.set_result(look())
         except Exception as error:
             self.answer.set_exception(error)
 
@@ -159,12 +166,20 @@ class Questions:
         with self._lock:
             self._waiting = [*(other for other in self._waiting if not other.answer.cancelled()), question]
 
-    def settle(self, ended: bool = False) -> None:
-        """Settle all (see `Question.settle`)."""
+    def settle(self) -> None:
+        """Look all up."""
+        for question in self._take():
+            question.settle()
+
+    def give_up(self) -> None:
+        """Nobody looks them up any more."""
+        for question in self._take():
+            question.give_up()
+
+    def _take(self) -> list[Question[Any]]:
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        for question in waiting:
-            question.settle(ended)
+        return waiting
 
 
 @dataclass(eq=False)

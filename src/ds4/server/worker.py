@@ -153,7 +153,7 @@ class Worker:
     def _ask(self, question: Question[Found]) -> Future[Found]:
         with self._changed:
             if self._stopping or not self.alive:
-                question.settle(ended=True)
+                question.give_up()
             else:
                 self._questions.put(question)
                 self._changed.notify_all()
@@ -244,7 +244,7 @@ class Worker:
         self._fail_all(503, message)
         for job in self._take_waiting():
             self._replies.refuse(job, 503, message)
-        self._questions.settle(ended=True)
+        self._questions.give_up()
 
     def _replace_stuck_threads(self) -> None:
         """What the thread of the watch does."""

@@ -6,7 +6,6 @@ at once. Only inside the grammar a mask is computed; everywhere else at most a h
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
@@ -151,14 +150,6 @@ class Constraint:
     def broken(self) -> bool:
         """Whether the answer has left the constraint; nothing is forbidden any more."""
         return self._phase is _Phase.OFF
-
-    def fork(self) -> Constraint:
-        """An independent constraint at the same place."""
-        other = copy.copy(self)
-        other._words = self._words.copy()
-        other._begun = self._begun.copy()
-        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
-        return other
 
     # ---- phases -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from ds4.server.constraints.constraint import Constraint, Enforcement
+from ds4.server.constraints.constraint import Enforcement
 from ds4.server.constraints.grammar import OF_CONTENT, Part, answer_grammar, grammar_of
 from ds4.server.constraints.rules import AnswerRules, GrammarsBusyError, SchemaError, schema_text
 from ds4.server.constraints.vocabulary import Vocabulary
@@ -101,11 +101,6 @@ class Grammars:
         if found is not None:
             self._answer([(future, rules)], found)
         return future
-
-    def constraint(self, rules: AnswerRules, thinking: bool) -> Constraint | None:
-        """The constraint of one answer (see `Enforcement.begin`), or None. Waits, and raises as `submit`."""
-        future = self.submit(rules)
-        return None if future is None else future.result().begin(thinking)
 
     def _recall(self, key: Hashable) -> LLMatcher | SchemaError | None:
         if key in self._compiled:
