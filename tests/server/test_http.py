@@ -13,6 +13,7 @@ import pytest
 from server_harness import WEATHER, Running, call_pieces, line, scripted
 
 from ds4.server import app as app_module
+from ds4.server.api.chat import ChatAnswer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FLAT = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
@@ -374,6 +375,26 @@ def test_a_conflict_tells_the_client_not_to_repeat_the_request(server: Running) 
     answer = server.post({"input": "x", "previous_response_id": "resp_gone"}, "/v1/responses")
     assert answer.headers["x-should-retry"] == "false"
     assert error_of(answer, 409)["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_not_asked_for_again(stream: bool) -> None:
+    """Clients repeat a 503 by themselves, and the same answer would take as long."""
+    with scripted(line("on", then="repeat", step_ms=1), request_timeout=0.2, first_byte_seconds=60) as server:
+        body = {"messages": HELLO, "max_tokens": 10**6, "stream": stream}
+        answer = server.post(body)
+        if stream:
+            assert "max_tokens" in answer.text.split("\n\n")[-2]
+            return
+        assert "max_tokens" in error_of(answer, 503)["message"]
+        assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_defect_before_the_first_byte_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(line("on", then="repeat", step_ms=1), ctx=10**6) as server:
+        monkeypatch.setattr(ChatAnswer, "__init__", lambda *_: 1 / 0)
+        assert error_of(server.post({"messages": HELLO, "max_tokens": 10**9}), 500)
+        assert server.worker.wait_idle(30)
 
 
 @pytest.mark.parametrize("method", ["GET", "OPTIONS", "POST"])

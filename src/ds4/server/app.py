@@ -150,12 +150,12 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             if isinstance(error, GrammarsBusyError):
                 worker.metrics.refused()
             raise _wire_error(error, api) from None
-        writer = ask.answer(exchange.job.number)
         try:
+            writer = ask.answer(exchange.job.number)
             if ask.stream:
                 first = await exchange.first(latest)
                 if first and isinstance(first[-1], Failed):
-                    raise ApiError(first[-1].status, first[-1].message)
+                    raise _failure(first[-1])
                 return EventStream(exchange, writer, first, config.keep_alive_seconds)
             end = await exchange.end()
         except BaseException:
@@ -163,10 +163,14 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             raise
         exchange.close()
         if isinstance(end, Failed):
-            raise ApiError(end.status, end.message)
+            raise _failure(end)
         return JsonResponse(writer.whole(end))
 
     return answer
+
+
+def _failure(reply: Failed) -> ApiError:
+    return ApiError(reply.status, reply.message, retry=reply.retry)
 
 
 async def _prompt(request: Request, worker: Worker, ask: Ask, latest: float) -> Prompt:

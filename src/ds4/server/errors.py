@@ -12,16 +12,18 @@ from ds4.server.request import QueueFullError, ShuttingDownError
 _ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
     {
         401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         413: "request_too_large",
         429: "rate_limit_error",
         503: "overloaded_error",
     }
 )
+_NO_RETRY = {"x-should-retry": "false"}
 _HEADERS: Mapping[int, dict[str, str]] = MappingProxyType(
     {
         # Clients repeat a request that met a conflict; what was lost does not come back.
-        409: {"x-should-retry": "false"},
+        409: _NO_RETRY,
         401: {"www-authenticate": "Bearer"},
         429: {"retry-after": "5"},
     }
@@ -37,6 +39,7 @@ class ApiError(Exception):
         param: the field of the request that is to blame, if one is.
         code: a word for programs, if there is one.
         extra: further members of the error object.
+        retry: False tells clients not to send the same request again, whatever they do at this status.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        retry: bool = True,
     ) -> None:
         super().__init__(message)
+        self.retry = retry
         self.status, self.message, self.param, self.code = status, message, param, code
         self.extra = dict(extra or {})
 
@@ -67,7 +72,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to the status."""
-        return _HEADERS.get(self.status, {})
+        headers = _HEADERS.get(self.status, {})
+        return headers if self.retry else {**headers, **_NO_RETRY}
 
 
 def from_request_error(error: RequestError, param: str | None = None, *, messages: str = "messages") -> ApiError:

@@ -34,20 +34,20 @@ class Replies:
             log.exception("request %d: a reply could not be delivered", job.number)
             job.cancel()
 
-    def fail(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
+    def fail(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
         if job.closed:
             return
         job.closed = True
         self.ended(job, outcome)
-        self.deliver(job, Failed(status, message))
+        self.deliver(job, Failed(status, message, retry))
         if job.request.n > 1:
             job.cancel()
 
-    def refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed") -> None:
+    def refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
         """The failure of a request that holds nothing."""
         self._trace.write(job.number, "error", message=message)
-        self.fail(job, status, message, outcome)
+        self.fail(job, status, message, outcome, retry)
 
     def ended(self, job: TimedJob, outcome: str) -> None:
         """Count how a request ended as a whole, if it had not ended yet."""
@@ -60,11 +60,18 @@ def text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def overdue(config: ServerConfig, phase: str, stays: bool = False) -> str:
-    """What a client is told whose request took too long; `phase`: what was done then; `stays`: something was."""
-    seconds = config.request_timeout
-    rest = "; what was computed stays, so the same request goes on from there" if stays else ""
-    return f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {phase}{rest}"
+_OVERDUE = {
+    "queue": "it waited",
+    "prompt": "its prompt was read; what was computed stays, so the same request goes on from there",
+    "answer": "its answer was written; the same request would write another answer for as long: ask for a shorter one"
+    " (max_tokens), or start the server with a longer limit",
+}
+
+
+def overdue(seconds: float, phase: str) -> Failed:
+    """The end of a request that took longer than this, in its phase `queue`, `prompt` or `answer`."""
+    why = f"the request took longer than {seconds:g} s (--request-timeout) and was ended while {_OVERDUE[phase]}"
+    return Failed(503, why, retry=phase != "answer")
 
 
 def stuck_message(config: ServerConfig) -> str:

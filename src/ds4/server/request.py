@@ -187,10 +187,12 @@ class Failed:
     Attributes:
         status: HTTP status, where it can still be sent.
         message: for the client.
+        retry: whether the same request may succeed later.
     """
 
     status: int
     message: str
+    retry: bool = True
 
 
 Reply = Admitted | Events | Done | Failed

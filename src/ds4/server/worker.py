@@ -331,7 +331,7 @@ class Worker:
                 self.trace.write(left.number, "cancel", phase="queue")
                 self._replies.ended(left, "cancelled")
             else:
-                self._replies.refuse(left, 503, overdue(self.config, "it waited"), "overdue")
+                self._replies.refuse(left, 503, overdue(self.config.request_timeout, "queue").message, "overdue")
         with self._changed:
             job = self._waiting.take(self._slots.free - sum(running.due for running in self._prefilling))
             self._between = int(job is not None)
@@ -345,11 +345,11 @@ class Worker:
             if running.job.cancelled:
                 self._cancel(running, "prefill" if reading else "decode")
             elif running.job.deadline <= now:
-                phase = "its prompt was read" if reading else "its answer was written"
-                message = overdue(self.config, phase, stays=True)
-                log.info("request %d finish=error %s", running.job.number, message)
+                # A second attempt has a prompt of its own, and is part of the answer.
+                late = overdue(self.config.request_timeout, "prompt" if reading and not running.first else "answer")
+                log.info("request %d finish=error %s", running.job.number, late.message)
                 self._release(running)
-                self._replies.refuse(running.job, 503, message, "overdue")
+                self._replies.refuse(running.job, late.status, late.message, "overdue", late.retry)
 
     def _start(self, job: TimedJob) -> None:
         again = partial(self._plan, job.request, job.prompt)
