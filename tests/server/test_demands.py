@@ -15,6 +15,7 @@ from server_harness import WEATHER, Running, call_pieces, line, random_engine, s
 from ds4.chat.dsml import END_THINK_INJECTION
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import Constraint
 from ds4.server.scripted import ScriptedChooser
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -99,6 +100,17 @@ def test_a_call_begun_in_the_reasoning_is_a_call_that_had_to_come(monkeypatch: p
         assert not choice["message"]["content"]
     # They count for the penalties like sampled ones.
     assert counted == tokenizer().encode_chat(END_THINK_INJECTION)
+
+
+def test_reasoning_that_cannot_be_closed_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never goes on without its rules."""
+    monkeypatch.setattr(Constraint, "injected", lambda self, tokens: False)
+    with scripted(obeying("Hm.", *NOW[:5], "No", *NOW[1:])) as server:
+        body = {"messages": HELLO, "tools": [WEATHER, TIME], "tool_choice": "required"}
+        answer = server.post(body)
+        assert answer.status_code == 400
+        assert "its reasoning could not be closed" in answer.json()["error"]["message"]
+        assert server.worker.wait_idle(30)
 
 
 def test_anthropic_clients_force_calls() -> None:

@@ -17,7 +17,7 @@ from ds4.engine import Sampler, SampleRow, Sampling, Session
 from ds4.engine.logprobs import Logprobs
 from ds4.engine.sampling import Choice
 from ds4.errors import RequestError
-from ds4.server.constraints import Constraint, Enforcement
+from ds4.server.constraints import Constraint, Enforcement, SchemaError
 from ds4.server.logprobs import TextLogprobs, TokenLogprob
 from ds4.server.recovery import Earlier
 from ds4.server.request import ChatRequest
@@ -387,8 +387,8 @@ class Generation:
         self._text.append(END_THINK_INJECTION.encode())
         self._state.inject()
         self._logprobs.skip(END_THINK_INJECTION.encode().rpartition(_END_THINK)[2])
-        if self._constraint is not None:
-            self._constraint.injected(tokens)
+        if self._constraint is not None and not self._constraint.broken and not self._constraint.injected(tokens):
+            raise SchemaError("the answer cannot follow its schema any further: its reasoning could not be closed")
         self._chooser.count(tokens)
         self._trace.write(self.number, "inject", text=END_THINK_INJECTION, **self._mark)
         return self._parser.inject()
