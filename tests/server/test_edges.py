@@ -37,6 +37,32 @@ def server() -> Iterator[Running]:
         yield running
 
 
+# ---- web pages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [path for method, path in PROTECTED if method == "POST"])
+def test_a_page_of_another_site_cannot_make_the_model_work(path: str) -> None:
+    page = {"origin": "https://site.example", "content-type": "text/plain"}
+    asked = {"prompt": "x"} if path.endswith("/completions") and "chat" not in path else {"input": "x"}
+    body = json.dumps({"messages": HELLO, "max_tokens": 1, **asked}).encode()
+
+    def status(server: Running, **headers: str) -> int:
+        return server.http.post(path, content=body, headers={**page, **headers}).status_code
+
+    with scripted(line("</think>", "Hi"), ctx=256) as server:
+        refused = server.http.post(path, content=body, headers={**page, "sec-fetch-site": "cross-site"})
+        assert refused.status_code == 403
+        assert "--cors" in refused.json()["error"]["message"]
+        assert "permission_error" in refused.text or "messages" not in path
+        # The own page, a person's tool, and what stands behind a proxy that changes names.
+        for headers in ({"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {"host": "other"}, {}):
+            assert status(server, **headers) == 200
+        assert server.http.get("/health", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+        assert server.worker._count == 4 * (not path.endswith("count_tokens"))
+    with scripted(line("</think>", "Hi"), ctx=256, cors=True) as server:
+        assert status(server, **{"sec-fetch-site": "cross-site"}) == 200
+
+
 # ---- API keys -------------------------------------------------------------------------------------------------------
 
 

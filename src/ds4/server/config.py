@@ -337,7 +337,7 @@ def build_parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--api-key-file", type=_path, metavar="FILE", help="requests need one of the keys in this file, one a line"
     )
-    http.add_argument("--cors", action="store_true", help="allow requests from web pages")
+    http.add_argument("--cors", action="store_true", help="allow requests from web pages of any site")
     http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; 0: no limit (1024)")
     http.add_argument(
         "--request-timeout",

@@ -40,7 +40,8 @@ class Edges:
     """Wraps an ASGI application.
 
     - Headers have a greatest size.
-    - OPTIONS has an empty answer; with `cors`, web pages may read all answers.
+    - OPTIONS has an empty answer; with `cors`, web pages may read all answers. Without it POSTs that a browser sends
+      for a page of another site are refused: the page could not read the answer, but it would be computed.
     - With `keys`, requests need one of them, except for OPTIONS and OPEN_PATHS. They are refused before their body is
       read.
     - HEAD is GET without the body.
@@ -56,7 +57,7 @@ class Edges:
     ) -> None:
         """`responded` is told the path and the status of each response when it begins."""
         self._app, self._responded = app, responded
-        self._headers = _CORS if cors else []
+        self._cors, self._headers = cors, _CORS if cors else []
         self._keys = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -86,6 +87,10 @@ class Edges:
         elif scope["method"] == "OPTIONS":
             await with_headers({"type": "http.response.start", "status": 204, "headers": []})
             await with_headers({"type": "http.response.body", "body": b""})
+        elif not self._cors and scope["method"] == "POST" and _is_cross_site(scope["headers"]):
+            await fail(
+                ApiError(403, "this comes from a web page of another site; --cors lets all pages use the server")
+            )
         elif problem := self._stranger(scope):
             await fail(ApiError(401, problem, code="invalid_api_key"))
         else:
@@ -154,6 +159,15 @@ def _keys_of(headers: _Headers) -> list[bytes]:
             scheme, _, key = value.strip().partition(b" ")
             found.setdefault(name, key.strip() if scheme.lower() == b"bearer" else b"")
     return [key for key in found.values() if key]
+
+
+def _is_cross_site(headers: _Headers) -> bool:
+    """Whether a browser says that it sends this for a page of another site; nobody else says so.
+
+    It does to https and to this machine, whatever the page wants. The names in `Origin` and `Host` tell less: proxies
+    change the latter.
+    """
+    return any(name == b"sec-fetch-site" and value.strip().lower() == b"cross-site" for name, value in headers)
 
 
 def _head_bytes(scope: Any) -> int:

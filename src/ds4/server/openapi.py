@@ -17,6 +17,7 @@ _STATUSES: Mapping[int, str] = MappingProxyType(
     {
         400: "The request is wrong, or its prompt does not fit into the context",
         401: "The API key is missing or wrong",
+        403: "A web page of another site sends this, and the server does not allow that (--cors)",
         404: "There is no such model",
         409: "What the request continues is not there any more; it has to be sent whole",
         413: "The body is too large",
@@ -179,7 +180,7 @@ def model_operation() -> dict[str, Any]:
 
 def api_operation(api: Api) -> dict[str, Any]:
     """The same for the POST of an API."""
-    statuses = (400, 401, *((409,) if api.path in _CONTINUED else ()), 413, 429, 431, 500, 503)
+    statuses = (400, 401, 403, *((409,) if api.path in _CONTINUED else ()), 413, 429, 431, 500, 503)
     return operation(
         "POST",
         api.path,
@@ -196,7 +197,7 @@ def count_operation(api: Api) -> dict[str, Any]:
     """The same for the POST that counts the tokens of an API's requests."""
     answer = object_of({"input_tokens": "integer"})
     summary = "The number of input tokens that such a request has"
-    statuses = (400, 401, 409, 413, 431, 500)
+    statuses = (400, 401, 403, 409, 413, 431, 500)
     return operation("POST", f"{api.path}/count_tokens", summary, answer, statuses, body=api.body, anthropic=True)
 
 
