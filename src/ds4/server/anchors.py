@@ -58,6 +58,12 @@ def read_anchors(meta: Mapping[str, Any], tokens: int) -> list[Anchor]:
     return found
 
 
+def read_length(meta: Mapping[str, Any], tokens: int) -> int:
+    """How many of a state's tokens were read from a prompt, by its notes; all where they do not say."""
+    value = meta.get("read")
+    return value if type(value) is int and 0 <= value <= tokens else tokens
+
+
 def _last(anchors: Sequence[Anchor]) -> list[Anchor]:
     return sorted(anchors, key=lambda anchor: anchor.tokens)[-MAX_ANCHORS:]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from ds4.chat.message import ToolCall
-from ds4.chat.rendered import Rendered
 from ds4.engine import Session, Snapshot
 from ds4.engine.packing import StateCodec
 from ds4.errors import Ds4Error
@@ -24,7 +23,7 @@ from ds4.kvstore.disk import Files
 from ds4.kvstore.payload import token_digest
 from ds4.kvstore.reading import Entry
 from ds4.kvstore.store import NewState, Store, StoredState
-from ds4.server.anchors import anchor_values, read_anchors, ways
+from ds4.server.anchors import anchor_values, read_anchors, read_length, ways
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.continuation import Plan, plan
@@ -90,6 +89,7 @@ class _StoredSlot(Slot):
         super().__init__(session)
         self.session.tokens = stored.tokens
         self.anchors = read_anchors(stored.meta, len(stored.tokens))
+        self.read = read_length(stored.meta, len(stored.tokens))
 
     def reachable(self, length: int) -> int:
         """See `Slot`."""
@@ -109,7 +109,6 @@ class DiskCache:
     replay: ReplayMemory
     trace: Trace
     metrics: Metrics
-    encode: Callable[[Rendered], list[int]]
     _queue: queue.SimpleQueue[_Task | threading.Event | None] = field(default_factory=queue.SimpleQueue)
     _done: deque[Snapshot] = field(default_factory=deque)
     _thread: threading.Thread | None = None
@@ -150,6 +149,7 @@ class DiskCache:
         finally:
             self._protected = ((), b"")
         slot.anchors = read_anchors(stored.meta, entry.tokens)
+        slot.read = read_length(stored.meta, entry.tokens)
         slot.saved = [Saved(entry.tokens, True, entry)]
         self.replay.import_entries(_replay_entries(stored.turns))
         self.store.touch(entry)
@@ -198,7 +198,7 @@ class DiskCache:
         try:
             context = slots.engine.context
             view = _StoredSlot(session, stored)
-            found = plan(prompt, [view], self.tokenizer, self.encode, context, self.config.max_tokens)
+            found = plan(prompt, [view], self.tokenizer, context, self.config.max_tokens)
         finally:
             session.close()
         return len(found.ids) - found.reused if found.reused == len(tokens) else None
@@ -322,7 +322,7 @@ class DiskCache:
             reason,
             Saved(n, major),
             before,
-            {"anchors": anchor_values(anchors), "ways": ways(anchors)},
+            {"anchors": anchor_values(anchors), "ways": ways(anchors), "read": min(slot.read, n)},
             next((anchor.extra for anchor in anchors if anchor.tokens == n), ()),
             number,
             *self._protected,
@@ -418,7 +418,6 @@ def open_disk(
     replay: ReplayMemory,
     trace: Trace,
     metrics: Metrics,
-    encode: Callable[[Rendered], list[int]],
 ) -> DiskCache:
     """The store that the configuration wants. Raises Ds4Error if it cannot be used."""
     store, engine, codec = None, backend.engine, backend.codec
@@ -434,7 +433,7 @@ def open_disk(
         model = _MODELS.get(engine.shape.name, 255)
         store = Store(Files(config.kv_disk_dir), codec, budget, engine.context, model, evicted=evicted)
         log.info("kv cache in %s: %d entries", config.kv_disk_dir, len(store.entries()))
-    return DiskCache(store, config, engine.tokenizer, replay, trace, metrics, encode)
+    return DiskCache(store, config, engine.tokenizer, replay, trace, metrics)
 
 
 def _replay_entries(turns: list[ToolTurn]) -> list[ReplayEntry]:

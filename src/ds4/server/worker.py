@@ -86,7 +86,7 @@ class Worker:
         self.metrics = Metrics(backend.name, self.engine.context, config.max_sessions)
         self._clock = clock or Clock()
         self._replies = Replies(self.trace, self.metrics, self._clock)
-        self.disk = open_disk(backend, config, self.replay, self.trace, self.metrics, self.prompts.encode)
+        self.disk = open_disk(backend, config, self.replay, self.trace, self.metrics)
         self._slots = self._new_slots()
         self._prefilling: list[Running] = []
         self._decoding: list[Running] = []
