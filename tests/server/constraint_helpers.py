@@ -12,7 +12,7 @@ from ds4.chat.dsml_text import write_calls
 from ds4.chat.message import ToolCall
 from ds4.chat.rendered import Rendered, Writer
 from ds4.chat.tools import ToolSchema, tool_schemas
-from ds4.server.constraints import AnswerRules, Constraint, Grammars
+from ds4.server.constraints import AnswerRules, Constraint, Grammars, SchemaError
 from tests.server.server_harness import tokenizer
 
 MARK = "｜DSML｜"
@@ -45,6 +45,15 @@ def constraint_of(rules: AnswerRules, thinking: bool = False) -> Constraint:
     made = begin(rules, thinking)
     assert made is not None
     return made
+
+
+def refusal_of(rules: AnswerRules) -> str:
+    """Why the rules cannot be enforced; empty if they can."""
+    try:
+        constraint_of(rules)
+    except SchemaError as error:
+        return str(error)
+    return ""
 
 
 def in_mask(mask: torch.Tensor | None, token: int) -> bool:

@@ -21,7 +21,7 @@ from tests.server.constraint_helpers import TOKENS, begin, schema_of, tools_of
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 UNIQUE = {"type": "array", "uniqueItems": True}
-EMPTY = {"type": "integer", "minimum": 2, "maximum": 1}
+EMPTY = {"type": "integer", "minimum": 1.2, "maximum": 1.5}
 
 
 class Costs:
@@ -367,6 +367,23 @@ def test_counting_tokens_compiles_nothing(costs: Costs) -> None:
         counted = server.post({"messages": HELLO, "model": "m", "tools": [tool]}, "/v1/messages/count_tokens")
         assert counted.status_code == 200
         assert not costs.compiled
+
+
+def test_counting_tokens_refuses_what_messages_refuses(costs: Costs) -> None:
+    bare: dict[str, Any] = {"messages": HELLO, "model": "m", "max_tokens": 5}
+    tool = {"name": "f", "input_schema": schema_of(a=UNIQUE), "strict": True}
+    bodies: list[dict[str, Any]] = [
+        {"output_config": {"format": {"type": "json_schema", "schema": {"enum": []}}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"pattern": "("}}}},
+        {"tools": [tool]},
+        {"tool_choice": {"type": "tool", "name": "g"}, "tools": [tool]},
+    ]
+    with scripted(JSON) as server:
+        for more in bodies:
+            answers = [server.post({**bare, **more}, f"/v1/messages{path}") for path in ("/count_tokens", "")]
+            assert [answer.status_code for answer in answers] == [400, 400]
+            assert answers[0].json() == answers[1].json()
+    assert not costs.compiled
 
 
 def test_errors_name_the_field(costs: Costs) -> None:

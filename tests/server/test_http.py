@@ -50,6 +50,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"tools": [WEATHER, {"type": "custom", "custom": {"name": "q"}}]}, "tools"),
         ({"tools": {"a": 1}}, "tools"),
         ({"tools": [{"type": "function", "function": {"description": "no name"}}]}, "tools"),
+        ({"tools": [WEATHER, {"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
@@ -59,6 +61,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"top_p": 2}, "top_p"),
         ({"min_p": -0.5}, "min_p"),
         ({"seed": 1 << 70}, "seed"),
+        ({"seed": -(1 << 70)}, "seed"),
+        ({"seed": 1e20}, "seed"),
+        ({"seed": "1"}, "seed"),
         ({"stop": 3}, "stop"),
         ({"response_format": {}}, "response_format"),
         ({"response_format": {"type": None}}, "response_format"),
@@ -155,6 +160,7 @@ def test_cors_options_and_health(server: Running) -> None:
     for response in (answer, server.http.get("/v1/models"), server.post({"messages": HELLO, "stream": True})):
         assert response.headers["access-control-allow-origin"] == "*"
         assert response.headers["access-control-allow-methods"] == "GET, POST, OPTIONS"
+        assert response.headers["access-control-expose-headers"] == "Retry-After, X-Should-Retry"
     health = server.http.get("/health").json()
     assert health["status"] == "ok"
     assert health["model"] == "ds4-tiny"

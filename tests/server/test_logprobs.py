@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from server_harness import WEATHER, Running, call_pieces, line, random_engine, s
 
 from ds4.chat.events import Event, ReasoningDelta, TextDelta
 from ds4.chat.stream import StreamParser
+from ds4.server.api.token_logprobs import CompletionLogprobs
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
 from ds4.server.logprobs import TextLogprobs, TokenLogprob
@@ -203,17 +205,24 @@ def test_probabilities_of_a_real_model(nonsense: Running) -> None:
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in greedy)
 
 
+def bytes_of(token: str) -> bytes:
+    """The bytes of a token of completions."""
+    if not token.startswith("bytes:"):
+        return token.encode()
+    return re.sub(rb"\\x(..)", lambda found: bytes.fromhex(found[1].decode()), token[6:].encode())
+
+
 def test_completions(nonsense: Running) -> None:
     body: Any = {"model": "m", "prompt": "x", "max_tokens": 8, "seed": 5, "logprobs": 2, "extra_body": {"think": False}}
     choice = nonsense.client.completions.create(**body).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.tokens is not None
-    assert "".join(choice.logprobs.tokens) == choice.text
+    assert b"".join(map(bytes_of, choice.logprobs.tokens)).decode(errors="replace") == choice.text
     assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or ())
     for token, offset, top in zip(
         choice.logprobs.tokens, choice.logprobs.text_offset or (), choice.logprobs.top_logprobs or (), strict=True
     ):
-        assert choice.text[offset:].startswith(token)
+        assert choice.text[offset:].startswith(token) or token.startswith("bytes:")
         assert len(top) == 2
     chunks = list(nonsense.client.completions.create(stream=True, **body))
     parts = [chunk.choices[0].logprobs for chunk in chunks]
@@ -282,3 +291,33 @@ def test_the_same_seed_writes_the_same_answer(nonsense: Running) -> None:
         return text
 
     assert answer(7) == answer(7) != answer(8)
+    assert answer(2**64 - 1) == answer(2**64 - 1)
+    assert len({answer(0) for _ in range(3)} | {answer(-7) for _ in range(3)}) > 1  # random
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, 1e19, 7.9, -(2**63)])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_seeds_of_64_bits_are_taken_and_others_are_not(seed: float, path: str, nonsense: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "max_tokens": 1}
+    if path != "chat/completions":
+        body.pop("messages")
+    if path == "responses":
+        body.pop("prompt")
+    assert nonsense.post({**body, "seed": seed}, f"/v1/{path}").status_code == 200
+    for wrong in (2**64, -(2**63) - 1):
+        answer = nonsense.post({**body, "seed": wrong}, f"/v1/{path}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
+        assert f"from {-(2**63)} to {2**64 - 1}" in answer.json()["error"]["message"]
+
+
+ODD = (b"\xe2\x80", b"\xe2\x80\xa6", b"\xf0\x9f", b" \xf0", b"\xff\\", "\ufffd".encode(), b"a")
+
+
+def test_tokens_of_completions_that_are_no_characters_keep_their_bytes() -> None:
+    top = tuple((piece, -1.0 - i) for i, piece in enumerate(ODD))
+    told = CompletionLogprobs(len(ODD)).write([TokenLogprob(piece, value, top) for piece, value in top])
+    names = ["bytes:\\xe2\\x80", "…", "bytes:\\xf0\\x9f", "bytes: \\xf0", "bytes:\\xff\\x5c", "\ufffd", "a"]
+    assert told["tokens"] == names
+    for name, value, entry in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert list(entry) == names[::-1]
+        assert entry[name] == value

@@ -111,6 +111,7 @@ def _read_tool(value: Any, where: str, schemas: list[ToolSchema]) -> None:
     function = value.get("function")
     if isinstance(function, Mapping):
         name, line = _name(function, f"{where}.function"), _line(function, where)
+        _check_parameters(function, f"{where}.function")
         schemas.append(ToolSchema(name, line, kind=kind, strict=_strict(function, f"{where}.function")))
     elif function is not None:
         raise RequestError(f"{where}.function must be an object")
@@ -126,6 +127,8 @@ def _read_tool(value: Any, where: str, schemas: list[ToolSchema]) -> None:
     else:
         # Cache marks move from tool to tool between turns; they tell the model nothing and would break every prefix.
         rest = {key: item for key, item in value.items() if key != "cache_control"}
+        if kind == "function":
+            _check_parameters(value, where)
         strict = _strict(value, where)
         schemas.append(ToolSchema(_name(value, where), _line(rest, where), kind=kind, strict=strict))
 
@@ -142,6 +145,7 @@ def _read_namespace(value: Mapping[str, Any], where: str, schemas: list[ToolSche
         function = tool.get("function")
         tool = function if isinstance(function, Mapping) else tool
         name = namespace + _name(tool, place)
+        _check_parameters(tool, place)
         parameters = tool.get("parameters", tool.get("input_schema"))
         line = {
             "name": name,
@@ -162,9 +166,16 @@ def _strict(value: Mapping[str, Any], where: str) -> bool:
     return strict is True
 
 
+def _check_parameters(value: Mapping[str, Any], where: str) -> None:
+    for key in ("parameters", "input_schema"):
+        if not isinstance(value.get(key), Mapping | bool | None):
+            raise RequestError(f"{where}.{key} must be an object: the schema of the arguments")
+
+
 def _name(value: Mapping[str, Any], where: str) -> str:
     # Hosted tools of some clients have no name; their type is the best one.
-    name = value.get("name", value.get("type"))
+    kind = value.get("type")
+    name = value.get("name", None if kind in ("function", "custom", "namespace") else kind)
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}.name must be a non-empty string")
     return name

@@ -235,6 +235,7 @@ def _token_count(api: Api, worker: Worker, context: ApiContext) -> Callable[[Req
         return JsonResponse({"input_tokens": tokens})
 
     async def count_tokens(ask: Ask) -> int:
+        await asyncio.to_thread(worker.prompts.check, ask.request)
         try:
             prompt = await asyncio.to_thread(worker.prompts.prompt, ask.request)
         except ContextOverflowError:

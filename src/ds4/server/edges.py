@@ -32,6 +32,8 @@ _CORS = [
     (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
     # Browsers do not count the header of the API key as part of the star.
     (b"access-control-allow-headers", b"*, Authorization"),
+    # What clients look at before they try again.
+    (b"access-control-expose-headers", b"Retry-After, X-Should-Retry"),
 ]
 _Headers = Iterable[tuple[bytes, bytes]]
 

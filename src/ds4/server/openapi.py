@@ -46,7 +46,7 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
         "top_p": "Keeps the most probable tokens up to this sum; default 1.",
         "min_p": "Drops tokens less probable than this times the most probable one; default 0.05.",
         "top_k": "Keeps this many tokens; default 0, all.",
-        "seed": "The same seed draws the same tokens; default random.",
+        "seed": "The same seed draws the same tokens; default random, and so are 0 and negative ones.",
         "stop": "Texts that end the answer.",
         "stop_sequences": "Texts that end the answer.",
         "stream": "Server-sent events while the answer grows.",

@@ -59,6 +59,10 @@ class PromptBuilder:
         prompt = self.prompt(request)
         return prompt, self._grammars.submit(request.rules(self._config.template))
 
+    def check(self, request: ChatRequest) -> None:
+        """Raises SchemaError for a schema that cannot be enforced, if that is seen without preparing its grammar."""
+        self._grammars.check(request.rules(self._config.template))
+
     def prepare(self) -> None:
         """Read what constraints need of the vocabulary, so that no request has to wait for that."""
         self._grammars.prepare()

@@ -91,6 +91,8 @@ def _tools(body: ChatCompletionRequest) -> tuple[ToolSchema, ...]:
     for i, tool in enumerate(body.tools or ()):
         if tool.get("type", "function") != "function":
             raise refuse(f"tools[{i}]", f"a tool of type {tool['type']!r} has no answer here; use functions", "tools")
+        if tool.get("function") is None and "name" not in tool:
+            raise ApiError(400, f"tools[{i}].function is missing: it describes the function", param="tools")
     try:
         tools = tool_schemas(body.tools)
     except RequestError as error:

@@ -18,8 +18,14 @@ def _count(value: object) -> object:
     return max(value, 0) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _seed(value: object) -> object:
+    """The same, of all numbers that a seed may be."""
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 else value
+
+
 Whole = Annotated[int, BeforeValidator(_truncated)]
 Count = Annotated[int, BeforeValidator(_count)]
+Seed = Annotated[int, BeforeValidator(_seed)]
 
 
 class Body(BaseModel):
@@ -48,7 +54,7 @@ class OpenAIRequest(Body):
     top_p: float | None = None
     min_p: float | None = None
     top_k: Count | None = None
-    seed: Whole | None = None
+    seed: Seed | None = None
     stream: bool | None = None
     thinking: bool | ThinkingOption | None = None
     think: bool | None = None

@@ -105,8 +105,6 @@ def sampling_of(body: BaseModel, vocab: int) -> Sampling:
     """Sampling from the fields that a body has of it; None means the default. Raises ApiError 400, naming the field."""
     values = {name: getattr(body, name, None) for name in _SAMPLING}
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if given.get("seed", 0) <= 0:
-        given.pop("seed", None)
     for name, value in list(given.items()):
         try:
             if name == "logit_bias":
@@ -114,6 +112,8 @@ def sampling_of(body: BaseModel, vocab: int) -> Sampling:
             Sampling(**{name: value})
         except Ds4Error as error:
             raise ApiError(400, str(error), param=name) from None
+    if given.get("seed", 0) < 0:
+        given["seed"] = 0  # as 0: random
     return Sampling(**given)
 
 

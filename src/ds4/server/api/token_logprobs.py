@@ -48,11 +48,11 @@ class CompletionLogprobs:
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The object for the next tokens."""
-        tops = [{_text(piece): logprob for piece, logprob in reversed(token.top)} for token in tokens]
+        tops = [{_name(piece): logprob for piece, logprob in reversed(token.top)} for token in tokens]
         return {
-            "tokens": [_text(token.piece) for token in tokens],
+            "tokens": [_name(token.piece) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            # Of tokens that look alike the most probable one counts.
+            # Of tokens with the same bytes the most probable one counts.
             "top_logprobs": tops if self._top else None,
             "text_offset": [self._places.next(token.piece) for token in tokens],
         }
@@ -60,3 +60,15 @@ class CompletionLogprobs:
 
 def _text(piece: bytes) -> str:
     return piece.decode(errors="replace")
+
+
+def _name(piece: bytes) -> str:
+    """A token as a key: its text, or, where it is no text of whole characters, its bytes as OpenAI writes them."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(map(_byte, piece))
+
+
+def _byte(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"

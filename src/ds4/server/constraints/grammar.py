@@ -18,7 +18,8 @@ from ds4.chat.json_text import dump_string
 from ds4.chat.message import ToolCall
 from ds4.chat.tags import MARK
 from ds4.chat.tools import ToolSchema
-from ds4.server.constraints.rules import AnswerRules, Schema, SchemaError, parameters, schema_text
+from ds4.server.constraints.rendering import json_rule as rendered
+from ds4.server.constraints.rules import AnswerRules, Schema, SchemaError, parameters
 from ds4.server.constraints.schema import Document, merged
 from ds4.server.constraints.strings import forms, literal, string_terminal
 
@@ -31,9 +32,6 @@ OF_CONTENT = "the schema of the answer"
 MAX_ANY_ORDER = 60
 """Parameters of a tool that may come in any order; the grammar remembers them in 64 bits."""
 
-# At most one blank, or a line break with indentation, where JSON has white space: a model that has begun to write
-# white space may not find an end.
-_JSON_STYLE = {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,80}"}
 _OPEN = "parameters_any"
 _ANY_NAME = r'/[^"<>&\r\n]{1,200}/'
 _MAX_DEPTH = 32
@@ -119,7 +117,7 @@ def answer_grammar(rules: AnswerRules, dsml: int, end_think: int) -> tuple[str, 
 def _json(schema: Schema) -> str:
     if schema is False:
         raise SchemaError("the schema allows no value at all")
-    return "%json " + schema_text({"x-guidance": _JSON_STYLE, **(schema if isinstance(schema, Mapping) else {})})
+    return rendered(schema)
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------

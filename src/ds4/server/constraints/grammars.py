@@ -102,6 +102,19 @@ class Grammars:
             self._answer([(future, rules)], found)
         return future
 
+    def check(self, rules: AnswerRules) -> None:
+        """Raises SchemaError for rules that cannot be enforced, as far as that is known without compiling anything."""
+        if not rules.restrictive or not (rules.demanding or rules.callable):
+            return
+        if rules.size > MAX_SCHEMAS:
+            raise _too_large(rules)
+        with self._lock:
+            found = self._recall(rules.key())
+        if isinstance(found, SchemaError):
+            raise found
+        if found is None:
+            answer_grammar(rules, self._tokenizer.dsml, self._tokenizer.end_think)
+
     def _recall(self, key: Hashable) -> LLMatcher | SchemaError | None:
         if key in self._compiled:
             self._compiled.move_to_end(key)

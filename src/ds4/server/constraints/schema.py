@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds4.chat.tags import PARAMETER_END
+from ds4.server.constraints.alternatives import not_apart, told_apart
 from ds4.server.constraints.rules import Schema, SchemaError
-
-MAX_DEPTH = 64
-"""Levels of schemas inside schemas."""
+from ds4.server.constraints.structure import (
+    CLOSED,
+    COMBINERS,
+    INERT,
+    LISTS,
+    MAPS,
+    MAX_DEPTH,
+    REMARKS,
+    SINGLE,
+    anywhere,
+    inner,
+    intersects,
+    step,
+)
+from ds4.server.constraints.wellformed import check_keywords, check_reference
 
 MAX_PARTS = 2000
 """Schemas inside one schema (properties, elements, alternatives): what they cost grows faster than their number."""
@@ -31,20 +44,6 @@ MAX_COUNTED = 5000
 """Limits of a string's length beyond this are not enforced: a place in a grammar that counts costs memory."""
 
 _MOST_PASSES = 50
-_REMARKS = frozenset(
-    {
-        "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "nullable",
-        "discriminator", "$comment", "$id", "id", "$anchor", "contentMediaType", "contentEncoding", "x-guidance",
-    }
-)  # fmt: skip
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_SINGLE = frozenset(
-    {
-        "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
-        "unevaluatedItems", "unevaluatedProperties",
-    }
-)  # fmt: skip
 _UNSUPPORTED = frozenset(
     {
         "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
@@ -52,8 +51,6 @@ _UNSUPPORTED = frozenset(
         "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
     }
 )  # fmt: skip
-_INERT = _REMARKS | {"$defs", "definitions", "$schema"}
-_COMBINERS = frozenset({"anyOf", "oneOf", "allOf", "$ref", "if", "patternProperties", "unevaluatedProperties"})
 
 
 def cleaned(schema: Any, where: str = "", *, close: bool = True, depth: int = 0) -> Schema:
@@ -70,26 +67,26 @@ def cleaned(schema: Any, where: str = "", *, close: bool = True, depth: int = 0)
     if depth > MAX_DEPTH:
         raise SchemaError(f"{where} is nested deeper than {MAX_DEPTH} levels")
     if not depth:
-        close = close and not _intersects(schema)
+        close = close and not intersects(schema)
 
     # Parts that are combined with restrictions beside them must stay as open as they are.
-    combined = not _COMBINERS.isdisjoint(schema)
-    inner = close and not (combined and not schema.keys() <= _COMBINERS | _INERT)
+    combined = not COMBINERS.isdisjoint(schema)
+    closed = close and not (combined and not schema.keys() <= COMBINERS | INERT)
 
     def part(value: Any, key: str, close: bool = close) -> Schema:
         return cleaned(value, f"{where}.{key}".lstrip("."), close=close, depth=depth + 1)
 
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _REMARKS or _says_nothing(key, value):
+        if key in REMARKS or _says_nothing(key, value):
             continue
-        if key in _MAPS:
+        if key in MAPS:
             result[key] = {name: part(item, f"{key}.{name}") for name, item in _mapping(value, where, key).items()}
-        elif key in _LISTS or (key == "items" and isinstance(value, list)):
+        elif key in LISTS or (key == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise SchemaError(f"{where or 'the schema'}: {key} must be a list")
-            result[key] = [part(item, f"{key}[{i}]", inner) for i, item in enumerate(value)]
-        elif key in _SINGLE:
+            result[key] = [part(item, f"{key}[{i}]", closed) for i, item in enumerate(value)]
+        elif key in SINGLE:
             result[key] = part(value, key)
         else:
             result[key] = _shallow(value, where)
@@ -97,7 +94,7 @@ def cleaned(schema: Any, where: str = "", *, close: bool = True, depth: int = 0)
     if properties and close and not combined and "additionalProperties" not in result:
         required = result.get("required", [])
         if isinstance(required, list) and all(name in properties for name in required):
-            result["additionalProperties"] = False
+            result |= {"additionalProperties": False, CLOSED: True}
     return result
 
 
@@ -138,43 +135,13 @@ def _closes(value: Any) -> bool:
     return isinstance(value, list) and any(map(_closes, value))
 
 
-def _anywhere(value: Any, test: Callable[[Mapping[str, Any]], bool], depth: int = 0) -> bool:
-    """Whether an object with this quality occurs anywhere. (Objects that are no schemas count too; it does no harm.)"""
-    if depth > 2 * MAX_DEPTH:
-        return False
-    if isinstance(value, Mapping):
-        return test(value) or any(_anywhere(item, test, depth + 1) for item in value.values())
-    return isinstance(value, list) and any(_anywhere(item, test, depth + 1) for item in value)
-
-
-def _intersects(schema: Schema) -> bool:
-    """Whether one value has to follow two parts of the schema at once."""
-    return _anywhere(schema, lambda part: "allOf" in part or ("$ref" in part and not part.keys() <= _INERT | {"$ref"}))
-
-
-def _inner(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schemas right inside a cleaned one, each with the steps of a JSON pointer to it."""
-    for key, value in schema.items() if isinstance(schema, Mapping) else ():
-        if key in _MAPS:
-            yield from ((f"/{key}/{_step(name)}", part) for name, part in value.items())
-        elif key in _LISTS or (key == "items" and isinstance(value, list)):
-            yield from ((f"/{key}/{i}", part) for i, part in enumerate(value))
-        elif key in _SINGLE:
-            yield f"/{key}", value
-
-
-def _step(name: str) -> str:
-    """A name as a step of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
 def _no_text(value: Any, at: str = "#") -> str | None:
     """Where a value has half a surrogate pair, which cannot be written in UTF-8."""
     if isinstance(value, str):
         return at if any("\ud800" <= char <= "\udfff" for char in value) else None
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        found = at if isinstance(key, str) and _no_text(key) else _no_text(item, f"{at}/{_step(str(key))}")
+        found = at if isinstance(key, str) and _no_text(key) else _no_text(item, f"{at}/{step(str(key))}")
         if found:
             return found
     return None
@@ -185,7 +152,7 @@ def _count(schema: Schema) -> int:
     found, rest = 0, [schema]
     while rest:
         found += 1
-        rest += [part for _, part in _inner(rest.pop())]
+        rest += [part for _, part in inner(rest.pop())]
     return found
 
 
@@ -208,84 +175,64 @@ class Document:
             )
         if where := _no_text(self.root):
             raise SchemaError(f"{where} has half of a surrogate pair, which is no character: no text can hold it")
-        self.root = self._told_apart(self.root)
+        self.root = told_apart(self.root, self._referred)
 
     def target(self, reference: Any, where: str) -> Schema:
         """What a `$ref` means. Raises SchemaError if that is not in the document, or too many were followed."""
         self._followed += 1
         if self._followed > MAX_REFERENCES:
             raise SchemaError(f"{where}: more than {MAX_REFERENCES} references have to be followed")
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise SchemaError(f"{where}: $ref {reference!r} does not point into the same schema; use $defs for it")
+        check_reference(reference, where)
         return self._at(reference, where)
 
     def _at(self, reference: str, where: str) -> Schema:
         found: Any = self.root
-        for step in reference.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
+        for name in reference.split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
             else:
                 raise SchemaError(f"{where}: $ref {reference!r} points to nothing")
         if not isinstance(found, Mapping | bool):
             raise SchemaError(f"{where}: $ref {reference!r} does not point to a schema")
         return found
 
-    def _told_apart(self, value: Any) -> Any:
-        """The schema with `anyOf` for each `oneOf` whose alternatives differ in a property that says which they are."""
-        if isinstance(value, list):
-            return [self._told_apart(item) for item in value]
-        if not isinstance(value, Mapping):
-            return value
-        same = {key: self._told_apart(item) for key, item in value.items()}
-        if "anyOf" not in same and isinstance(same.get("oneOf"), list) and self._discriminated(same["oneOf"]):
-            same["anyOf"] = same.pop("oneOf")
-        return same
-
-    def _discriminated(self, alternatives: list[Any]) -> bool:
-        found: list[dict[str, list[str]]] = []
-        for part in alternatives:
-            if isinstance(part, Mapping) and set(part) == {"$ref"}:
-                part = self.target(part["$ref"], "oneOf")
-            properties = part.get("properties") if isinstance(part, Mapping) else None
-            required = part.get("required") if isinstance(part, Mapping) else None
-            if not isinstance(properties, Mapping) or not isinstance(required, list):
-                return False
-            words = {name: _words(properties[name]) for name in required if name in properties}
-            found.append({name: values for name, values in words.items() if values})
-        shared = set.intersection(*map(set, found)) if found else set()
-        for name in shared:
-            values = [value for words in found for value in words[name]]
-            if len(set(values)) == len(values):
-                return True
-        return False
-
     def check(self, schema: Schema, where: str = "") -> None:
-        """Raises SchemaError for a keyword that is not supported, in a part of the document or what it refers to.
+        """Raises SchemaError for what is wrong or not supported, in a part of the document or what it refers to.
 
         What was looked at once is not looked at again. It finds most of what a grammar cannot be made of, at a
         small part of what that costs.
         """
-        if isinstance(self.root, Mapping) and "$schema" in self.root:
-            return  # an older draft, which does not have all of the keywords
         rest = [("" if where else "#", schema)]
         while rest:
             at, part = rest.pop()
             if not isinstance(part, Mapping):
                 continue
-            unsupported = sorted(_UNSUPPORTED & part.keys())
-            if unsupported:
-                place = f" at {at}" if at else ""
-                raise SchemaError(f"{where}: {unsupported[0]!r}{place} is not supported".removeprefix(": "))
-            _check_optional(part, f"{where}: {at}".removeprefix(": ").removesuffix(": "))
+            place = ": ".join(filter(None, (where, at)))
+            self._check_support(part, where, at)
+            check_keywords(part, place)
+            _check_optional(part, place)
+            if "oneOf" in part and (found := not_apart(part["oneOf"], self._referred)):
+                raise SchemaError(
+                    f"{place}: the alternatives {found[0]} and {found[1]} of oneOf cannot be told apart; use anyOf"
+                )
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference[:1] == "#" and reference not in self._checked:
+            if reference is not None and f"{at}/".startswith(f"{reference}/") and not part.keys() <= INERT | {"$ref"}:
+                raise SchemaError(f"{place}: a $ref to what it stands in cannot have other keywords beside it")
+            if reference is not None and reference not in self._checked:
                 self._checked.add(reference)
-                with contextlib.suppress(SchemaError):  # what leads nowhere is found out where it is followed
-                    rest.append((reference, self._at(reference, where)))
-            rest += [(at + step, inner) for step, inner in _inner(_without_definitions(part))]
+                rest.append((reference, self._at(reference, place)))
+            rest += [(at + steps, one) for steps, one in inner(_without_definitions(part))]
+
+    def _check_support(self, part: Mapping[str, Any], where: str, at: str) -> None:
+        if isinstance(self.root, Mapping) and "$schema" in self.root:
+            return  # an older draft, which does not have all of the keywords
+        unsupported = sorted(_UNSUPPORTED & part.keys())
+        if unsupported:
+            place = f" at {at}" if at else ""
+            raise SchemaError(f"{where}: {unsupported[0]!r}{place} is not supported".removeprefix(": "))
 
     def check_ends(self) -> None:
         """Raises SchemaError for a part that every value of it would have to hold once more, without an end."""
@@ -302,7 +249,7 @@ class Document:
                 places[id(part)] = at
                 target = self._referred(part)
                 rest.append((at, part, True))
-                rest += [(at + step, inner, False) for step, inner in _inner(_without_definitions(part))]
+                rest += [(at + steps, one, False) for steps, one in inner(_without_definitions(part))]
                 rest += [] if target is None else [(str(part["$ref"]), target, False)]
         ending: set[int] = set()
 
@@ -340,10 +287,10 @@ class Document:
         if isinstance(schema, bool):
             return schema
         self.check(schema, where)
-        refers = _anywhere(schema, lambda part: "$ref" in part)
+        refers = anywhere(schema, lambda part: "$ref" in part)
         spelled = ("const", "enum", "properties", "required")
         parts = [schema, self.root] if refers else [schema]
-        if any(_anywhere(part, lambda part: any(_closes(part.get(key)) for key in spelled)) for part in parts):
+        if any(anywhere(part, lambda part: any(_closes(part.get(key)) for key in spelled)) for part in parts):
             raise SchemaError(f"{where}: no value can hold the text {PARAMETER_END!r}, which ends a parameter")
         draft = self.root["$schema"] if isinstance(self.root, Mapping) and "$schema" in self.root else None
         own: Mapping[str, Any] = schema if draft is None else {"$schema": draft, **schema}
@@ -383,12 +330,6 @@ def _check_optional(part: Mapping[str, Any], where: str) -> None:
         raise SchemaError(
             f"{where} has {optional} properties that are not required, and at most {MAX_OPTIONAL} are supported"
         )
-
-
-def _words(schema: Any) -> list[str]:
-    """The strings that a schema lists, if it has no other values."""
-    listed = schema.get("enum", [schema.get("const")]) if isinstance(schema, Mapping) else []
-    return listed if isinstance(listed, list) and all(isinstance(value, str) for value in listed) else []
 
 
 def _moved(value: Any) -> Any:

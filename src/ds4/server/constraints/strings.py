@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from ds4.chat.tags import ESCAPED_PARAMETER_END, PARAMETER_END
+from ds4.server.constraints.patterns import whole
 from ds4.server.constraints.rules import Schema, SchemaError
 from ds4.server.constraints.schema import Document, merged
+from ds4.server.constraints.wellformed import TYPES, check_counts, types_of, values_of
 
 _MAX_DEPTH = 32
-_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
-"""`integer` is part of `number`."""
 _STRING = frozenset({"pattern", "minLength", "maxLength", "format"})
 _OTHERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -32,19 +32,24 @@ _UNSUPPORTED = frozenset(
     {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef", "dependentSchemas", "unevaluatedProperties"}
 )
 
-_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+# Of the years that 4 divides, those that 100 divides only if 400 does.
+_LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26]|00)00)"
+_DATE = (
+    r"([0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+    rf"|{_LEAP_YEAR}-02-29)"
+)
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _GROUP = r"[0-9A-Fa-f]{1,4}"
 _URI_TEXT = r"([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
-# What a string of a format looks like. Every match is valid; a few rare valid strings do not match (days 29 to 31 of
-# dates whose month decides, addresses in unusual spellings).
-_FORMATS: Mapping[str, str] = MappingProxyType(
+# What a string of a format looks like. Every match is valid; a few rare valid strings do not match (addresses in
+# unusual spellings).
+FORMATS: Mapping[str, str] = MappingProxyType(
     {
-        "date": f"{_DATE}|[0-9]{{4}}-(0[13-9]|1[0-2])-(29|30)|[0-9]{{4}}-(0[13578]|1[02])-31",
+        "date": _DATE,
         "time": _TIME,
-        "date-time": f"({_DATE}|[0-9]{{4}}-(0[13-9]|1[0-2])-(29|30)|[0-9]{{4}}-(0[13578]|1[02])-31)T{_TIME}",
+        "date-time": f"{_DATE}T{_TIME}",
         "duration": r"P([0-9]+W|[0-9]+D(T[0-9]+[HMS])?|[0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?"
         r"|T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S))",
         "email": rf"[A-Za-z0-9_+-]{{1,20}}(\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@{_LABEL}(\.{_LABEL}){{1,2}}",
@@ -91,7 +96,7 @@ def forms(schema: Schema, document: Document, where: str, depth: int = 0) -> For
         return Forms([{}], [{"type": ["number", "boolean", "null", "object", "array"]}])
     if isinstance(schema, bool):
         raise TypeError("a schema is an object, True or False")
-    types = _types(schema, where)
+    types = types_of(schema, where)
     if types is None and _STRING.isdisjoint(schema) and (meant := _meant(schema)):
         schema, types = {**schema, "type": meant}, tuple(meant)
     if types is not None and "string" not in types:
@@ -111,16 +116,6 @@ def forms(schema: Schema, document: Document, where: str, depth: int = 0) -> For
         if key in schema:
             return _listed(schema, key, types, where)
     return _typed(schema, types, where)
-
-
-def _types(schema: Mapping[str, Any], where: str) -> tuple[str, ...] | None:
-    value = schema.get("type")
-    if value is None:
-        return None
-    types = [value] if isinstance(value, str) else value
-    if not isinstance(types, list) or any(kind not in _TYPES for kind in types):
-        raise SchemaError(f"{where}: type cannot be {value!r}; use {', '.join(_TYPES)}, or a list of these")
-    return tuple(types)
 
 
 def _meant(schema: Mapping[str, Any]) -> list[str]:
@@ -155,9 +150,8 @@ def _combined(schema: Mapping[str, Any], key: str, document: Document, where: st
 
 
 def _listed(schema: Mapping[str, Any], key: str, types: tuple[str, ...] | None, where: str) -> Forms:
-    values = schema[key] if key == "enum" else [schema[key]]
-    if not isinstance(values, list) or not values:
-        raise SchemaError(f"{where}: {key} must be a list of values")
+    values = values_of(schema, where) if key == "enum" else [schema[key]]
+    values = values or []
     words = [value for value in values if isinstance(value, str)]
     others = [value for value in values if not isinstance(value, str)]
     found = Forms()
@@ -176,7 +170,7 @@ def _typed(schema: Mapping[str, Any], types: tuple[str, ...] | None, where: str)
     found = Forms()
     if types is None:
         strings = [] if _STRING.isdisjoint(schema) else ["string"]
-        types = tuple(_meant(schema) + strings) or _TYPES
+        types = tuple(_meant(schema) + strings) or TYPES
     if "string" in types:
         found.strings.append({key: value for key, value in schema.items() if key in _STRING or key in _UNSUPPORTED})
     others = [kind for kind in types if kind != "string"]
@@ -202,11 +196,11 @@ def string_terminal(schema: Mapping[str, Any], where: str, profile: str) -> str:
     if "enum" in schema:
         parts.append("(" + " | ".join(literal(_word(word, where, profile)) for word in schema["enum"]) + ")")
     if "pattern" in schema:
-        parts.append(_pattern(schema["pattern"], where))
+        parts.append(f"/(?:{whole(schema['pattern'], where)})/")
     if "minLength" in schema or "maxLength" in schema:
         parts.append(_length(schema, where))
     if "format" in schema:
-        parts.append(f"/{regex_to_lark(_FORMATS[schema['format']])}/")
+        parts.append(f"/{regex_to_lark(FORMATS[schema['format']])}/")
     if not parts:
         return r"/(?s:.*)<\//"
     if profile == "ds4" and "enum" not in schema:
@@ -229,59 +223,5 @@ def _word(word: str, where: str, profile: str) -> str:
 
 def _length(schema: Mapping[str, Any], where: str) -> str:
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
-    for key in ("minLength", "maxLength"):
-        value = schema.get(key, 0)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or value != int(value):
-            raise SchemaError(f"{where}: {key} is {value!r}; it must be a whole number")
-    if longest is not None and longest < shortest:
-        raise SchemaError(f"{where}: maxLength {longest} is less than minLength {shortest}")
+    check_counts(schema, "minLength", "maxLength", where)
     return f"/(?s:.){{{int(shortest)},{'' if longest is None else int(longest)}}}/"
-
-
-def _pattern(pattern: Any, where: str) -> str:
-    if not isinstance(pattern, str):
-        raise SchemaError(f"{where}: pattern must be a string")
-    alternatives = []
-    for part in _alternatives(pattern, where):
-        begin = "" if part.startswith("^") else "(?s:.*)"
-        anchored = part.endswith("$") and not _escaped(part, len(part) - 1)
-        end = "" if anchored else "(?s:.*)"
-        part = part.removeprefix("^")
-        alternatives.append(f"{begin}(?:{part[:-1] if anchored else part}){end}")
-    try:
-        regex = regex_to_lark("|".join(alternatives), "dw")
-    except ValueError as error:
-        raise SchemaError(f"{where}: the pattern {pattern!r} cannot be read: {error}") from None
-    return f"/{regex}/"
-
-
-def _escaped(pattern: str, at: int) -> bool:
-    """Whether the character is behind an odd number of backslashes."""
-    before = pattern[:at]
-    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
-
-
-def _alternatives(pattern: str, where: str) -> Sequence[str]:
-    """The parts between the `|` of the outermost level. Anchors may only stand around such a part."""
-    parts = [""]
-    depth, in_class = 0, False
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        piece = pattern[at : at + 2] if char == "\\" else char
-        if in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-            # A `]` at the very start is one of the class's characters in no dialect that JSON schemas use.
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char == "|" and depth == 0:
-            parts.append("")
-            at += 1
-            continue
-        elif (char == "^" and (depth or parts[-1])) or (char == "$" and (depth or pattern[at + 1 : at + 2] not in "|")):
-            raise SchemaError(f"{where}: the pattern {pattern!r} has an anchor in the middle, which is not supported")
-        parts[-1] += piece
-        at += len(piece)
-    return parts

@@ -20,7 +20,11 @@ _MAX_ERROR = 300
 _MAX_TOKEN = 200
 _PLAIN = (
     ("NoExtension", "no value follows it"),
-    ("oneOf constraints are not supported", "alternatives of oneOf that may hold at once are not supported; use anyOf"),
+    ("oneOf constraints are not supported", "alternatives of oneOf cannot be told apart; use anyOf"),
+    ("circular references with sibling keys", "a $ref to what it stands in cannot have other keywords beside it"),
+    ("Unsatisfiable schema: Regex is empty", "no string has its pattern, its format and its length at once"),
+    ("Failed to generate regex", "limits of numbers that are not supported"),
+    ("regex parse error", "an expression that cannot be read"),
     (
         "min/maxProperties only supported",
         "minProperties and maxProperties are not supported where some of the listed properties are not required",
@@ -73,6 +77,7 @@ def plain_error(matcher: LLMatcher) -> str:
     for begin, plain in _PLAIN:
         if text.startswith(begin):
             return plain
+    text = text.replace("Unsatisfiable schema: ", "no value satisfies it: ")
     return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + " ..."
 
 
