@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds4.server.constraints import AnswerRules, SchemaError
+from ds4.server.constraints.schema import FORMATS
 from tests.server.constraint_helpers import constraint_of, follow, refusal_of, schema_of, takes_arguments, tools_of
 
 # ---- limits of numbers ----------------------------------------------------------------------------------------------
@@ -148,6 +149,46 @@ def test_dates_are_days_that_exist(year: int, month: int, day: int, timed: bool,
         schema["pattern"] = "[0-9]"
     assert (follow(constraint_of(AnswerRules(content=schema)), f'"{text}"') == "complete") is valid, text
     assert takes_arguments(schema_of(a=schema), {"a": text}) is valid, text
+
+
+EXAMPLES = {
+    "date-time": ["2024-02-29T23:59:59.5+01:00"],
+    "time": ["12:00:00Z"],
+    "date": ["1999-12-31"],
+    "duration": ["P1Y2M3D", "PT5M"],
+    "email": ["a.b_c+d@example.co.uk"],
+    "hostname": ["a-b.example.com"],
+    "ipv4": ["192.168.0.1"],
+    "ipv6": ["::", "::1", "2001:db8::2", "fe80::", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8", "a::b:c:d"],
+    "uuid": ["123e4567-e89b-12d3-a456-426614174000"],
+    "uri": ["https://example.com:80/a/b?c=d#e", "mailto:a@example.com", "urn:x:y"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_formats_are_alike_in_json_and_in_calls(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    rules = AnswerRules(content=schema)
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for text in EXAMPLES[name]:
+        assert validator.is_valid(text), text
+        assert follow(constraint_of(rules), f'"{text}"') == "complete", text
+        assert takes_arguments(schema_of(a=schema), {"a": text}), text
+    for text in (
+        "",
+        "x y",
+        "a" * 300,
+        "2023-02-29",
+        "a" * 70 + "@example.com",
+        "1.2.3.256",
+        ":::",
+        "1::2::3",
+        "1:2:3:4:5:6:7:8::",
+        "é",
+    ):
+        if not validator.is_valid(text):
+            assert follow(constraint_of(rules), f'"{text}"') != "complete", text
+            assert not takes_arguments(schema_of(a=schema), {"a": text}), text
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

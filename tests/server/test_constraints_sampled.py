@@ -56,6 +56,9 @@ VALUES: list[Any] = [
     {"anyOf": [{"type": "null"}, {"type": "string", "format": "time"}]},
     {"type": "string", "format": "email"},
     {"type": "boolean"},
+    {"type": "string", "pattern": '^[^"]{0,5}$'},
+    {"type": "array", "items": {"type": "string", "pattern": '^[^"\\\\]+$', "maxLength": 9}, "maxItems": 2},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
 ]
 
 

@@ -28,8 +28,18 @@ def test_the_tools_that_measure_a_server_are_told_of(tool: str) -> None:
 
 @pytest.mark.parametrize(
     "refused",
-    ["$anchor", "patternProperties", "64 bits", "fuel", "too large", "circle", "surrogate", "1,000 properties"],
-)
+    [
+        "$anchor", "patternProperties", "64 bits", "fuel", "too large", "circle", "surrogate", "1,000 properties",
+        "lookaround", "references to groups", "word boundaries", "1e-100", "empty `enum`",
+    ],
+)  # fmt: skip
 def test_schemas_that_are_refused_are_listed(refused: str) -> None:
     listed = read("docs/server.md").partition("**Refused** with 400")[2].partition("\n- ")[0]
     assert refused in listed
+
+
+@pytest.mark.parametrize(
+    "narrowed", ["U+0000", "characters by their number", "beyond 64 bits", "exponent", "millionth"]
+)
+def test_what_is_never_written_is_listed(narrowed: str) -> None:
+    assert narrowed in read("docs/server.md").partition("**Never written**")[2].partition("\n- ")[0]

@@ -2,7 +2,7 @@
 
 - Patterns are rewritten (see `patterns`), and without U+0000: of a class that holds all control characters it would
   let the escapes of quote and backslash through as well.
-- Dates have days that exist.
+- Dates have days that exist, and mail addresses no more characters than they may.
 - Where a name may be free beside declared ones, characters are not written by their number: a declared name in such
   a spelling would count as a free one.
 - Numbers that have limits have at most 64 bits.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ds4.server.constraints.patterns import whole
@@ -25,7 +26,14 @@ from ds4.server.constraints.wellformed import MOST, limits
 # white space may not find an end.
 _STYLE = {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,80}"}
 _SHORT_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
-_OWN_FORMATS = ("date", "date-time")
+_LABEL = r"[^@.\x00\[]{1,62}"
+_NARROWED: Mapping[str, str] = MappingProxyType(
+    {
+        "date": FORMATS["date"],
+        "date-time": FORMATS["date-time"],
+        "email": rf'[^@"\x00]{{1,64}}@{_LABEL}(\.{_LABEL}){{0,3}}',
+    }
+)
 _EXACT = 2**53
 _GREATEST = float(MOST - 1024)
 """The greatest number of 64 bits that has no gap to 2**63 in floating point."""
@@ -61,8 +69,8 @@ def _rendered(schema: Schema, combined: bool) -> Any:
         result["pattern"] = _anchored(result["pattern"])
     if "patternProperties" in result:
         result["patternProperties"] = {_anchored(key): part for key, part in result["patternProperties"].items()}
-    if result.get("format") in _OWN_FORMATS:
-        pattern = f"^(?:{FORMATS[result.pop('format')]})$"
+    if result.get("format") in _NARROWED:
+        pattern = f"^(?:{_NARROWED[result['format']]})$"
         more = {"allOf": [*result.get("allOf", ()), {"pattern": pattern}]}
         result |= more if "pattern" in result else {"pattern": pattern}
     return _with_limits(result, combined)

@@ -55,7 +55,12 @@ FORMATS: Mapping[str, str] = MappingProxyType(
         "email": rf"[A-Za-z0-9_+-]{{1,20}}(\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@{_LABEL}(\.{_LABEL}){{1,2}}",
         "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
         "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
-        "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|::({_GROUP}(:{_GROUP}){{0,5}})?|{_GROUP}::({_GROUP}(:{_GROUP}){{0,4}})?",
+        "ipv6": "|".join(
+            [
+                rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,7}}:|:(:{_GROUP}){{1,7}}|::",
+                *(rf"({_GROUP}:){{1,{7 - i}}}(:{_GROUP}){{1,{i}}}" for i in range(1, 7)),
+            ]
+        ),
         "uuid": r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
         "uri": rf"[A-Za-z][A-Za-z0-9+.-]{{0,20}}:(//{_LABEL}(\.{_LABEL}){{0,4}}(:[0-9]{{1,4}})?(/{_URI_TEXT})?"
         rf"(\?{_URI_TEXT})?(#{_URI_TEXT})?|[A-Za-z0-9]{_URI_TEXT})",
