@@ -248,6 +248,18 @@ def test_alternatives_exclude_one_another_or_are_refused(alternatives: list[Any]
         assert validator.is_valid(value) or follow(constraint.fork(), json.dumps(value)) != "complete", value
 
 
+def test_many_alternatives_take_no_long_time() -> None:
+    words = {"oneOf": [{"const": f"w{i}", "title": "x"} for i in range(500)]}
+    kinds = {"type": "object", "oneOf": [schema_of(("k",), k={"const": f"w{i}"}) for i in range(300)]}
+    types = [{"type": "null"}, {"type": "array", "minItems": 9}, {"type": "array", "maxItems": 3}, {"type": "boolean"}]
+    ranges = {"oneOf": [*types, *({"type": "integer", "minimum": 5 * i, "maximum": 5 * i + 4} for i in range(40))]}
+    for schema, good in ((words, '"w499"'), (kinds, '{"k": "w299"}'), (ranges, "199")):
+        assert follow(constraint_of(AnswerRules(content=schema)), good) == "complete"
+    bare = {"oneOf": [{"properties": {"k": {"const": word}}, "required": ["k"]} for word in "ab"]}
+    assert "cannot be told apart" in refusal_of(AnswerRules(content=bare))  # all but objects satisfy both
+    assert follow(constraint_of(AnswerRules(content={**bare, "type": "object"})), '{"k": "b"}') == "complete"
+
+
 @pytest.mark.parametrize(
     "alternatives",
     [

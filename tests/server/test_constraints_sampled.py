@@ -55,6 +55,7 @@ VALUES: list[Any] = [
     schema_of(("k",), k={"type": "string", "maxLength": 5}, l={"type": "number"}),
     {"anyOf": [{"type": "null"}, {"type": "string", "format": "time"}]},
     {"type": "string", "format": "email"},
+    {"type": ["string", "null"], "format": "date"},
     {"type": "boolean"},
     {"type": "string", "pattern": '^[^"]{0,5}$'},
     {"type": "array", "items": {"type": "string", "pattern": '^[^"\\\\]+$', "maxLength": 9}, "maxItems": 2},
@@ -85,7 +86,7 @@ def check(message: Message, rules: AnswerRules, schemas: Mapping[str, Any]) -> N
             assert set(arguments) <= set(schema["properties"])
             jsonschema_rs.validate(schema, arguments, validate_formats=True)
     if rules.content is not None and not calls:
-        jsonschema_rs.validate(dict(rules.content), json.loads(message.text))  # type: ignore[arg-type]
+        jsonschema_rs.validate(dict(rules.content), json.loads(message.text), validate_formats=True)  # type: ignore[arg-type]
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32), thinking=st.booleans())

@@ -17,7 +17,7 @@ from ds4.server.constraints.wellformed import TYPES, limits
 Resolve = Callable[[Mapping[str, Any]], "Schema | None"]
 """What a schema's `$ref` points to; None if it has none, or none that can be followed."""
 
-_MAX_STEPS = 2000
+_MAX_STEPS = 20_000
 _MAX_DEPTH = 24
 _KINDS = frozenset(TYPES) - {"integer"}
 _COUNTS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -29,10 +29,15 @@ _COUNTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-def not_apart(alternatives: Sequence[Any], resolve: Resolve) -> tuple[int, int] | None:
-    """The first two alternatives that may hold for the same value, as far as anybody can tell; None: there are none."""
+def not_apart(schema: Mapping[str, Any], resolve: Resolve) -> tuple[int, int] | None:
+    """The first two alternatives of a `oneOf` that may hold for the same value, as far as anybody can tell, or None."""
+    types = {"type": schema["type"]} if "type" in schema else {}
+    # What stands beside the alternatives holds for all of them.
+    ways = [{**types, **way} if isinstance(way, Mapping) else way for way in schema["oneOf"]]
+    if _all_listed(ways) or _told_by_a_property(ways, resolve):
+        return None
     judge = _Judge(resolve)
-    for (i, first), (j, second) in itertools.combinations(enumerate(alternatives), 2):
+    for (i, first), (j, second) in itertools.combinations(enumerate(ways), 2):
         if not judge.apart(first, second):
             return i, j
     return None
@@ -43,10 +48,40 @@ def told_apart(schema: Schema, resolve: Resolve) -> Schema:
     if not isinstance(schema, Mapping):
         return schema
     same = inside(schema, lambda part: told_apart(part, resolve))
-    if isinstance(schema.get("oneOf"), list) and not not_apart(schema["oneOf"], resolve):
+    if isinstance(schema.get("oneOf"), list) and not not_apart(schema, resolve):
         ways = same.pop("oneOf")
         same |= {"allOf": [*same.get("allOf", ()), {"anyOf": ways}]} if "anyOf" in same else {"anyOf": ways}
     return same
+
+
+def _all_listed(ways: Sequence[Any]) -> bool:
+    """Whether all alternatives list their values, each another one."""
+    values: list[Any] = []
+    for way in ways:
+        listed = _listed(way) if isinstance(way, Mapping) else None
+        if listed is None:
+            return False
+        values += listed
+    return len({*map(_key, values)}) == len(values)
+
+
+def _told_by_a_property(ways: Sequence[Any], resolve: Resolve) -> bool:
+    """Whether all alternatives are objects and list other values of a property that all of them require."""
+    found: list[dict[str, Sequence[Any]]] = []
+    for way in ways:
+        target = resolve(way) if isinstance(way, Mapping) else None
+        way = way if target is None else target
+        properties = way.get("properties") if isinstance(way, Mapping) else None
+        if not isinstance(way, Mapping) or way.get("type") != "object" or not isinstance(properties, Mapping):
+            return False
+        parts = {name: properties[name] for name in _names(way.get("required")) if name in properties}
+        words = {name: _listed(part) for name, part in parts.items() if isinstance(part, Mapping)}
+        found.append({name: values for name, values in words.items() if values is not None})
+    shared = set.intersection(*map(set, found)) if found else set()
+    return any(
+        len({_key(v) for words in found for v in words[name]}) == sum(len(words[name]) for words in found)
+        for name in shared
+    )
 
 
 @dataclass(frozen=True)

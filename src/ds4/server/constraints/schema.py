@@ -214,7 +214,7 @@ class Document:
             self._check_support(part, where, at)
             check_keywords(part, place)
             _check_optional(part, place)
-            if "oneOf" in part and (found := not_apart(part["oneOf"], self._referred)):
+            if isinstance(part.get("oneOf"), list) and (found := not_apart(part, self._referred)):
                 raise SchemaError(
                     f"{place}: the alternatives {found[0]} and {found[1]} of oneOf cannot be told apart; use anyOf"
                 )
