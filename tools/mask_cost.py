@@ -64,6 +64,12 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
+def begin(grammars: Grammars, rules: AnswerRules) -> Constraint | None:
+    """The constraint of one answer that thinks first, as soon as its rules are compiled."""
+    future = grammars.submit(rules)
+    return None if future is None else future.result().begin(True)
+
+
 def source() -> str:
     """Some text as agents write it."""
     return Path(__file__).read_text(encoding="utf-8") + "Grüße, 世界! 🙂\n" * 20
@@ -293,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         for title, rules, text in scenarios():
             # Grammars are compiled in another thread.
             start = time.perf_counter()
-            constraint = grammars.constraint(rules, thinking=True)
+            constraint = begin(grammars, rules)
             built = time.perf_counter()
             again = grammars.submit(rules)
             if constraint is None or again is None:
@@ -308,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
             if rules.demanding:
                 steps = played[f"{title}, random tokens"] = []
                 for seed in range(10):
-                    one = grammars.constraint(rules, thinking=True)
+                    one = begin(grammars, rules)
                     steps += play(one, random_tokens(tokenizer, seed)) if one else []
                 print(row(f"{title}, random tokens", steps))
         print("\n| answer | tokens | in the server, ms: median | p99 | constrained: median | p99 | more on average |")
