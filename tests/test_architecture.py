@@ -15,22 +15,25 @@ TOP = "ds4"
 ALLOWED = {
     "errors": set(),
     "process": set(),
-    "gguf": {"errors"},
+    "files": {"errors"},
+    "gguf": {"errors", "files"},
     "tokenizer": {"errors"},
     "ops": {"errors"},
     "chat": {"errors"},
     "model": {"errors", "gguf", "ops"},
     "engine": {"errors", "gguf", "ops", "model", "tokenizer"},
     "kvstore": {"errors", "gguf", "engine"},
+    "quantize": {"errors", "process", "files", "gguf", "ops", "model", "tokenizer", "chat", "engine"},
+    "evals": {"errors", "files", "tokenizer", "chat", "engine"},
     "server": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
-    "cli": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
+    "cli": {TOP, "errors", "process", "files", "gguf", "tokenizer", "chat", "engine", "kvstore", "quantize", "evals"},
     TOP: {"errors", "gguf", "tokenizer", "chat", "engine"},
 }
 
 # What only the server, the command line and the tests bring along.
 HEAVY = ["fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "rich", "typer", "prompt_toolkit"]
-HEAVY += ["transformers", "openai", "anthropic", "triton"]
-LIGHT_ROOMS = ["errors", "gguf", "tokenizer", "ops", "chat", "model", "engine", "kvstore"]
+HEAVY += ["transformers", "openai", "anthropic", "triton", "numba"]
+LIGHT_ROOMS = ["errors", "files", "gguf", "tokenizer", "ops", "chat", "model", "engine", "kvstore"]
 
 # The modules that may import triton at their top, and be imported only where a CUDA device is used.
 TRITON = ("ds4.ops.kernels.", "ds4.model.cuda")

@@ -160,7 +160,7 @@ def test_what_cannot_be_used_is_refused(argv: str, part: str, capsys: pytest.Cap
 
 def test_an_empty_file_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [action.option_strings[-1] for action in build_parser()._actions if action.metavar == "FILE"]
-    assert len(flags) == 6
+    assert len(flags) == 9
     for flag in ("-m", *flags):
         assert f"{flag}: the name of the file is empty" in refusal(capsys, flag, "").replace("-m/--model", flag)
     assert "'' is not a backend; use cpu" in refusal(capsys, "--backend", "")

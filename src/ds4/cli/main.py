@@ -30,10 +30,20 @@ LOGPROB_STEPS = 32
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 for an error, 2 for wrong flags, 130 after Ctrl+C."""
+    return run("ds4", lambda: _prepare(parse(sys.argv[1:] if argv is None else argv)))
+
+
+def run(program: str, prepare: Callable[[], Callable[[], int]]) -> int:
+    """Run a command; the exit status as of `main`.
+
+    Args:
+        program: its name, which messages begin with.
+        prepare: reads the flags and loads what they ask for; what it returns does the work and gives the status.
+    """
     wait_passively()
     fill_standard_streams()
     try:
-        status = _guarded(sys.argv[1:] if argv is None else argv)
+        status = _guarded(program, prepare)
         # What cannot be written has to be told here; at its own end the interpreter only shows a traceback.
         sys.stdout.flush()
         return status
@@ -43,27 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         discard(sys.stdout)
         place = f"{error.filename}: " if error.filename else "the output cannot be written: "
-        complain(f"{place}{error.strerror or error}")
+        complain(f"{place}{error.strerror or error}", program)
     return FAILED
 
 
-def _guarded(argv: Sequence[str]) -> int:
+def _guarded(program: str, prepare: Callable[[], Callable[[], int]]) -> int:
     try:
-        options = parse(argv)
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
 
         with exit_at_interrupt():
-            job = _prepare(options)
+            job = prepare()
         return job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else OK
     except Ds4Error as error:
-        complain(str(error))
+        complain(str(error), program)
         return FAILED
     except KeyboardInterrupt:
-        complain("interrupted")
+        complain("interrupted", program)
         return INTERRUPTED
 
 
@@ -81,6 +90,10 @@ def _prepare(options: Options) -> Callable[[], int]:
 
         engine = load_engine(options)
         return lambda: run_bench(engine, options, sys.stdout)
+    if options.imatrix_out is not None or options.perplexity_file is not None:
+        from ds4.cli import quality
+
+        return quality.collect(options) if options.imatrix_out is not None else quality.perplexity(options)
     prompt = read_prompt(options, sys.stdin)
     looks = options.dump_logits or options.dump_logprobs or options.decode_consistency
     if options.dump_tokens or looks:
@@ -244,14 +257,20 @@ def model_path(options: Options) -> str:
     return str(file.embedded_model_path())
 
 
-def load_engine(options: Options) -> Engine:
-    """The model of the flags, with a bar on stderr while it loads."""
+def load_engine(options: Options, context: int | None = None, history: bool = True) -> Engine:
+    """The model of the flags, with a bar on stderr while it loads.
+
+    Args:
+        context: taken where the flags do not say; less if the model has less.
+        history: keep ways back into a conversation. What only goes forward does not need them.
+    """
     from ds4.cli.terminal import Bar
     from ds4.engine import EngineConfig
     from ds4.engine.loading import load
 
     config = EngineConfig(
-        context=options.context,
+        context=options.context or context,
+        checkpoint_interval=EngineConfig.checkpoint_interval if history else 0,
         prefill_chunk=options.prefill_chunk,
         threads=options.threads,
         quality=options.quality,
@@ -270,10 +289,10 @@ def load_engine(options: Options) -> Engine:
     return engine
 
 
-def complain(text: str) -> None:
+def complain(text: str, program: str = "ds4") -> None:
     """A message on standard error, if that can be written."""
     try:
-        print(f"ds4: {text}", file=sys.stderr, flush=True)
+        print(f"{program}: {text}", file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

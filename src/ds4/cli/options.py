@@ -30,7 +30,6 @@ NOT_BUILT = {
         "--rdma-device", "--rdma-gid-index", "--debug-hash",
     ),
     "diagnostics": (
-        "--perplexity-file", "--imatrix-dataset", "--imatrix-out", "--imatrix-max-prompts", "--imatrix-max-tokens",
         "--head-test", "--first-token-test", "--metal-graph-test", "--metal-graph-full-test",
         "--metal-graph-prompt-test",
     ),
@@ -39,6 +38,12 @@ NOT_BUILT = {
 
 
 MAX_THREADS = 1024
+
+_JOBS = (
+    "inspect", "plan", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench", "perplexity_file",
+    "imatrix_out",
+)  # fmt: skip
+"""What the command does instead of answering; one at a time."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class Options:
     dump_logprobs: str | None = None
     logprobs_top_k: int = 20
     decode_consistency: int | None = None
+    perplexity_file: str | None = None
+    imatrix_dataset: str | None = None
+    imatrix_out: str | None = None
+    imatrix_max_prompts: int | None = None
+    imatrix_max_tokens: int | None = None
     bench: bool = False
     bench_options: BenchOptions = field(default_factory=BenchOptions)
 
@@ -106,8 +116,7 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--prompt and --prompt-file are given both; give one")
     if args.raw_prompt and args.system:
         parser.error("--system has no place in a raw prompt; write the system text into the prompt itself")
-    every = ("inspect", "plan", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench")
-    jobs = [name for name in every if getattr(args, name) not in (None, False)]
+    jobs = [name for name in _JOBS if getattr(args, name) not in (None, False)]
     if len(jobs) > 1:
         names = " and ".join("--" + name.replace("_", "-") for name in jobs[:2])
         parser.error(f"{names} cannot run together; give one")
@@ -115,6 +124,9 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--logprobs-top-k belongs to --dump-logprobs; give that too")
     if args.cards is not None and not args.plan:
         parser.error("--cards belongs to --plan; give that too")
+    _check_imatrix(parser, args)
+    if args.perplexity_file is not None and args.ctx is not None and args.ctx < 3:
+        parser.error(f"--ctx {args.ctx} is too small for --perplexity-file; a window has at least 3 tokens")
     if args.dump_logits == "-":
         parser.error("--dump-logits writes binary numbers; give the name of a file")
     bench = _bench_options(parser, args)
@@ -148,9 +160,28 @@ def parse(argv: Sequence[str]) -> Options:
         dump_logprobs=args.dump_logprobs,
         logprobs_top_k=args.logprobs_top_k or Options.logprobs_top_k,
         decode_consistency=args.decode_consistency,
+        perplexity_file=args.perplexity_file,
+        imatrix_dataset=args.imatrix_dataset,
+        imatrix_out=args.imatrix_out,
+        imatrix_max_prompts=args.imatrix_max_prompts,
+        imatrix_max_tokens=args.imatrix_max_tokens,
         bench=args.bench,
         bench_options=bench,
     )
+
+
+def _check_imatrix(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name in ("dataset", "max_prompts", "max_tokens"):
+        if getattr(args, f"imatrix_{name}") is not None and args.imatrix_out is None:
+            parser.error(f"--imatrix-{name.replace('_', '-')} belongs to --imatrix-out; give that too")
+    if args.imatrix_out is not None and args.imatrix_dataset is None:
+        parser.error("--imatrix-out needs the text to evaluate; give --imatrix-dataset FILE")
+    if args.imatrix_out == "-":
+        parser.error("--imatrix-out writes binary numbers; give the name of a file")
+    job = args.imatrix_out or args.perplexity_file
+    if job is not None and (args.prompt is not None or args.prompt_file is not None):
+        flag = "--imatrix-out" if args.imatrix_out is not None else "--perplexity-file"
+        parser.error(f"{flag} takes its text from a file of its own; leave --prompt and --prompt-file away")
 
 
 def _bench_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> BenchOptions:
@@ -179,7 +210,7 @@ _BENCH_FLAGS = {
 """Flags that only --bench reads, and what they set."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Errors without the usage text, which is two screens long."""
 
     def error(self, message: str) -> NoReturn:
@@ -249,7 +280,7 @@ def _print_help(parser: argparse.ArgumentParser, topic: str) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags; those of `NOT_BUILT` are in it, hidden."""
-    parser = _Parser(
+    parser = Parser(
         prog="ds4",
         usage=argparse.SUPPRESS,
         add_help=False,
@@ -280,21 +311,21 @@ def _flag(
 
 
 def _runtime_flags(group: argparse._ArgumentGroup) -> None:
-    _flag(group, "-m --model FILE", "model file (GGUF); default: the small model that comes with ds4", _file)
-    _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", _whole(1))
-    _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", _whole(0))
-    _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", _whole(1, MAX_THREADS))
+    _flag(group, "-m --model FILE", "model file (GGUF); default: the small model that comes with ds4", file_name)
+    _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", whole(1))
+    _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", whole(0))
+    _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", whole(1, MAX_THREADS))
     chunk = "prompt tokens evaluated in one step (512; on a CUDA device 4096 or what fits)"
-    _flag(group, "--prefill-chunk N", chunk, _whole(1))
+    _flag(group, "--prefill-chunk N", chunk, whole(1))
     device = "cpu, cuda, cuda:N (the card of this number), or auto: a CUDA device if it can run the model (auto)"
-    _flag(group, "--device NAME", device, _device, "auto")
+    _flag(group, "--device NAME", device, device_name, "auto")
     # Names that the C engine has; whichever of them comes last counts.
     group.add_argument("--backend", dest="device", metavar="NAME", type=_backend, help="the same: cpu, cuda or auto")
     for name in ("cpu", "cuda"):
         group.add_argument(
             f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
         )
-    _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", _whole(1))
+    _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", whole(1))
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     _flag(group, "--quality", quality)
     _flag(group, "--no-warmup", "on a CUDA device compile kernels when they are first needed, not at the start")
@@ -307,13 +338,13 @@ def _sampling_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--temp F", "temperature; 0 takes the most probable token (1)", _number(0, math.inf), 1.0)
     _flag(group, "--top-p F", "keep the most probable tokens up to this sum (1)", _number(0, 1), 1.0)
     _flag(group, "--min-p F", "drop tokens less probable than this times the best (0.05)", _number(0, 1), 0.05)
-    _flag(group, "--top-k N", "keep this many tokens; 0: all (0)", _whole(0), 0)
+    _flag(group, "--top-k N", "keep this many tokens; 0: all (0)", whole(0), 0)
     _flag(group, "--seed N", "same seed, same answer; 0: random (0)", _seed)
 
 
 def _prompt_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "-p --prompt TEXT", "answer this and end")
-    _flag(group, "--prompt-file FILE", "take the prompt from a file; -: from standard input", _file)
+    _flag(group, "--prompt-file FILE", "take the prompt from a file; -: from standard input", file_name)
     _flag(group, "--raw-prompt", "the prompt is the model's whole input: no template, special tokens as their text")
     _flag(group, "-sys --system TEXT", "system text", default="")
     modes = (
@@ -324,41 +355,55 @@ def _prompt_flags(group: argparse._ArgumentGroup) -> None:
     for flag, mode, help in modes:
         group.add_argument(flag, dest="mode", action="store_const", const=mode, default="high", help=help)
     _flag(group, "--hide-thinking", "do not print the thinking")
-    _flag(group, "--template NAME", "chat template: official, or ds4 (the C engine's)", _template, "official")
+    _flag(group, "--template NAME", "chat template: official, or ds4 (the C engine's)", template, "official")
 
 
 def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
     inspect = "print what a model file holds and what would be refused (default: that of --model)"
-    group.add_argument("--inspect", metavar="FILE", nargs="?", const=True, type=_file, help=inspect)
+    group.add_argument("--inspect", metavar="FILE", nargs="?", const=True, type=file_name, help=inspect)
     _flag(group, "--plan", "print what the model takes on a CUDA device with --ctx, --sessions and --prefill-chunk")
     _flag(group, "--cards LIST", "with --plan: sizes of cards in GB, with commas between (141,96,80,24)", _cards)
     _flag(group, "--dump-tokens", "print the tokens of the prompt")
     _flag(
         group, "--dump-logits FILE", "write the logits after the prompt: .npz (tokens, logits), .npy, else raw float32",
-        _file,
+        file_name,
     )  # fmt: skip
-    _flag(group, "--dump-logprobs FILE", "write a greedy answer's most probable tokens as JSON; -: to stdout", _file)
-    _flag(group, "--logprobs-top-k N", "how many of them at each step (20)", _whole(1))
     _flag(
-        group, "--decode-consistency N", "compare the logits of N decode steps with those of a fresh prefill", _whole(1)
+        group, "--dump-logprobs FILE", "write a greedy answer's most probable tokens as JSON; -: to stdout", file_name
     )
+    _flag(group, "--logprobs-top-k N", "how many of them at each step (20)", whole(1))
+    _flag(
+        group, "--decode-consistency N", "compare the logits of N decode steps with those of a fresh prefill", whole(1)
+    )
+    _flag(
+        group, "--perplexity-file FILE", "print the perplexity of a text, in windows of --ctx tokens (4096)", file_name
+    )
+    _flag(group, "--imatrix-out FILE", "collect the importance of the experts' inputs into this file (.dat)", file_name)
+    _flag(
+        group,
+        "--imatrix-dataset FILE",
+        "with --imatrix-out: the prompts to evaluate, .jsonl or rendered text",
+        file_name,
+    )
+    _flag(group, "--imatrix-max-prompts N", "with --imatrix-out: end after N prompts", whole(1))
+    _flag(group, "--imatrix-max-tokens N", "with --imatrix-out: end after N tokens", whole(1))
 
 
 def _bench_flags(group: argparse._ArgumentGroup) -> None:
     b = BenchOptions()
     _flag(group, "--bench", "measure prefill, decode and time to first token")
-    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", _whole(1))
-    _flag(group, "--ctx-max N", f"last frontier ({b.end})", _whole(1))
-    _flag(group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", _whole(1))
-    _flag(group, "--step-incr N", "or this many tokens more, if given", _whole(0))
-    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", _whole(0))
-    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", _whole(1))
+    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", whole(1))
+    _flag(group, "--ctx-max N", f"last frontier ({b.end})", whole(1))
+    _flag(group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", whole(1))
+    _flag(group, "--step-incr N", "or this many tokens more, if given", whole(0))
+    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", whole(0))
+    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", whole(1))
     _flag(group, "--no-first-token", "do not start new processes to measure the time to the first token")
-    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout", _file)
+    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout", file_name)
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    def number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -368,7 +413,7 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
         return value
 
-    return whole
+    return number
 
 
 def _seed(text: str) -> int | None:
@@ -395,13 +440,13 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def _file(text: str) -> str:
+def file_name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the name of the file is empty")
     return text
 
 
-def _device(text: str) -> str:
+def device_name(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
     return text
@@ -425,7 +470,7 @@ def _cards(text: str) -> tuple[float, ...]:
     return sizes
 
 
-def _template(text: str) -> str:
+def template(text: str) -> str:
     if text not in ("official", "ds4"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a template; use official or ds4")
     return text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-import uuid
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from ds4.errors import Ds4Error
+from ds4.files import replacing
 from ds4.gguf.file import collect_problems
 from ds4.gguf.header import row_bytes
 from ds4.gguf.keys import ARCHITECTURE, PROFILE_KEY, QAT_SIM_KEY, SPARSE_RATIO_KEY, Value, metadata_of
@@ -66,7 +66,6 @@ def save(
         Ds4Error: a tensor is missing, unknown, or of the wrong size or type, a value cannot be stored, or the path
             cannot be written or is something else than a file. A link stays, and what it points to is replaced.
     """
-    target = _destination(path)
     custom = _is_custom(shape)
     plan = _plan(shape, tensors, types or {})
     values = metadata_of(shape, custom=custom)
@@ -75,12 +74,11 @@ def save(
         for key, value in extra.items():
             if not key.startswith(_RESERVED) and key not in values:
                 values[key] = _value(key, value)
-    with _temporary(target) as temporary:
+    with replacing(path) as temporary:
         _write(temporary, values, plan, tensors)
         problems = collect_problems(temporary)
         if problems:
-            raise Ds4Error(f"{target}: not written, the file could not be loaded again: {problems[0]}")
-        os.replace(temporary, target)
+            raise Ds4Error(f"{path}: not written, the file could not be loaded again: {problems[0]}")
 
 
 def _is_custom(shape: Shape) -> bool:
@@ -194,34 +192,6 @@ def _widest(kinds: set[GGUFValueType]) -> GGUFValueType:
 # The file
 
 
-def _destination(path: str | os.PathLike[str]) -> Path:
-    """The path behind all links; a rename onto it would replace whatever is there, a device as well."""
-    target = Path(os.path.realpath(path))
-    try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        return target
-    except OSError as error:
-        raise Ds4Error(f"{path}: cannot be written: {error.strerror}; check the folder") from error
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "a link to itself" if stat.S_ISLNK(mode) else "not a file"
-        raise Ds4Error(f"{path}: cannot be written: it is {kind}; give the name of a file")
-    return target
-
-
-@contextlib.contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """A new file beside the target, on the same disk so that the final rename is one step; gone at the end."""
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
-        temporary.touch(exist_ok=False)
-        yield temporary
-    except OSError as error:
-        raise Ds4Error(f"{target}: cannot be written: {error.strerror}; check the folder and the disk") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write(
     path: Path,
     values: Mapping[str, Value],
@@ -229,21 +199,45 @@ def _write(
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Tensors are converted one at a time while they are written: no second copy of the model in memory."""
+    with _header_written(path, values, {name: (type, spec.dims) for name, (type, spec) in plan.items()}) as writer:
+        for name, (type, _) in plan.items():
+            writer.write_tensor_data(_stored(name, tensors[name], type))
+
+
+@contextlib.contextmanager
+def _header_written(
+    path: Path, values: Mapping[str, Value], tensors: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...]]]
+) -> Iterator[GGUFWriter]:
+    """A writer that has written all before the tensor data; the file is complete and closed at the end."""
     writer = GGUFWriter(path, ARCHITECTURE)
     try:
         for key, value in values.items():
             writer.add_key_value(key, value.value, value.type, value.items)
-        for name, (type, spec) in plan.items():
-            shape = spec.dims[::-1]
-            size = row_bytes(type, shape[-1])
-            byte_shape = (*shape[:-1], size)
+        for name, (type, dims) in tensors.items():
+            shape = dims[::-1]
+            byte_shape = (*shape[:-1], row_bytes(type, shape[-1]))
             nbytes = int(np.prod(byte_shape, dtype=np.int64))
             writer.add_tensor_info(name, byte_shape, np.dtype(np.uint8), nbytes, raw_dtype=type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, (type, _) in plan.items():
-            writer.write_tensor_data(_stored(name, tensors[name], type))
+        yield writer
         writer.flush()
     finally:
         writer.close()
+
+
+def header_bytes(
+    values: Mapping[str, Value], tensors: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...]]]
+) -> bytes:
+    """All of a file that lies before the data of its tensors, padded to where they begin.
+
+    The data follow in the order of `tensors` (name -> type and dims, innermost first), each padded to a multiple of
+    `gguf.GGUF_DEFAULT_ALIGNMENT` bytes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header"
+        with _header_written(path, values, tensors):
+            pass
+        header: bytes = path.read_bytes()
+    return header + bytes(-len(header) % GGUF_DEFAULT_ALIGNMENT)

@@ -39,11 +39,14 @@ class Taps:
         stream: (layer, streams [tokens, streams, hidden]) after each block.
         router: (layer, chosen experts [tokens, k], weights [tokens, k]).
         expert_input: (layer, x [tokens, hidden]), what the router and the experts of a layer see.
+        expert_energy: (layer, sums over the tokens of this step), how large the inputs of each routed expert are. The
+            one tap that works on a CUDA device too; its sums are on the model's device, and belong to the function.
     """
 
     stream: Callable[[int, Tensor], None] | None = None
     router: Callable[[int, Tensor, Tensor], None] | None = None
     expert_input: Callable[[int, Tensor], None] | None = None
+    expert_energy: Callable[[int, ops.ExpertEnergy], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,12 @@ class DeepseekV4:
         if taps.router:
             taps.router(layer, chosen[:tokens], weights[:tokens])
         y = w.shared_down(ops.swiglu(w.shared_gate_up(x), s.swiglu_clamp))
-        y[:tokens] += ops.routed_experts(x[:tokens], chosen[:tokens], weights[:tokens], w.experts, s.swiglu_clamp)
+        energy = ops.ExpertEnergy.zeros(s.experts, s.hidden, s.expert_hidden) if taps.expert_energy else None
+        y[:tokens] += ops.routed_experts(
+            x[:tokens], chosen[:tokens], weights[:tokens], w.experts, s.swiglu_clamp, energy
+        )
+        if taps.expert_energy and energy:
+            taps.expert_energy(layer, energy)
         return y
 
 

@@ -15,7 +15,7 @@ from ds4.ops.attention import Compressed, attention
 from ds4.ops.compressor import pool_blocks
 from ds4.ops.elementwise import sigmoid, silu, softplus, tree_sum
 from ds4.ops.embedding import embed
-from ds4.ops.experts import ExpertSource, routed_experts, swiglu
+from ds4.ops.experts import ExpertEnergy, ExpertSource, routed_experts, swiglu
 from ds4.ops.hyper_connection import hc_collapse, hc_post, hc_pre
 from ds4.ops.indexer import index_scores, select_rows
 from ds4.ops.linear import ROW_BLOCK, grouped_linear, linear, pad_rows
@@ -35,6 +35,7 @@ from ds4.ops.router import route_by_hash, route_by_score
 __all__ = [
     "ROW_BLOCK",
     "Compressed",
+    "ExpertEnergy",
     "ExpertSource",
     "Rope",
     "apply_rope",

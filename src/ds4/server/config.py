@@ -37,7 +37,8 @@ OF_DS4 = frozenset(
         "--hide-thinking", "--temp", "--top-p", "--min-p", "--top-k", "--seed", "--inspect", "--dump-tokens",
         "--dump-logits", "--dump-logprobs", "--logprobs-top-k", "--decode-consistency", "--bench", "--ctx-start",
         "--ctx-max", "--step-mul", "--step-incr", "--gen-tokens", "--repeats", "--no-first-token", "--bench-json",
-        "--plan", "--cards", "--sessions",
+        "--plan", "--cards", "--sessions", "--perplexity-file", "--imatrix-dataset", "--imatrix-out",
+        "--imatrix-max-prompts", "--imatrix-max-tokens",
     }
 )  # fmt: skip
 

@@ -66,7 +66,9 @@ def quantised(x: torch.Tensor) -> torch.Tensor:
     return rounded.flatten(-2)
 
 
-def routed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, source: Any, clamp: float) -> torch.Tensor:
+def routed(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, source: Any, clamp: float, energy: Any = None
+) -> torch.Tensor:
     """`ops.routed_experts`, its inputs quantised while `Bytes.on`."""
     out = torch.zeros_like(x)
     for row in range(x.shape[0]):
@@ -228,7 +230,7 @@ def test_refusals(weights: DeviceWeights) -> None:
     runner = CudaRunner(weights, replace(CONFIG, limits={4: 1, 16: 1}))
     state = runner.new_state()
     with pytest.raises(Ds4Error, match="taps and edits"):
-        runner.evaluate([(state, [1])], ["last"], Taps(), None)
+        runner.evaluate([(state, [1])], ["last"], Taps(router=print), None)
     with pytest.raises(Ds4Error, match="the KV pool is full"):
         runner.evaluate([(state, [1] * 300)], ["last"], None, None)
     assert state.can_truncate(0)

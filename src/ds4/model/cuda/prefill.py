@@ -9,12 +9,13 @@ vocabulary either.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ds4 import ops
 from ds4.model.cuda.forward import (
     MAX_ROWS,
     QUERY_TILE,
@@ -28,6 +29,7 @@ from ds4.model.cuda.weights import DeviceLayer
 from ds4.ops.kernels.attention import attention, prepare_queries
 from ds4.ops.kernels.compress import store_chunk
 from ds4.ops.kernels.embed import embed
+from ds4.ops.kernels.expert_energy import expert_energy
 from ds4.ops.kernels.experts_prefill import (
     dequantise_experts,
     dequantise_q8,
@@ -58,6 +60,7 @@ def prefill(
     wanted: Tensor | None = None,
     experts_at_once: int = 64,
     exact: bool = False,
+    energy: Callable[[int, ops.ExpertEnergy], None] | None = None,
 ) -> Tensor | None:
     """Evaluate the next tokens of one sequence.
 
@@ -67,12 +70,13 @@ def prefill(
         wanted: int64 [n], rows whose logits are wanted, on the device.
         experts_at_once: experts whose matrices are decoded at once.
         exact: in float32 throughout; slow.
+        energy: as `ds4.model.Taps.expert_energy`; the sums are float32, their counts int32.
 
     Returns:
         float32 [n, vocab] on the device, or None.
     """
     with _exact_products(model.device) if exact else contextlib.nullcontext():
-        return _Chunk(model, slot, start, ids, experts_at_once, exact).run(wanted)
+        return _Chunk(model, slot, start, ids, experts_at_once, exact, energy).run(wanted)
 
 
 @contextlib.contextmanager
@@ -138,14 +142,21 @@ class _Chunk:
     """What all layers of a piece share."""
 
     def __init__(
-        self, model: DeviceModel, slot: int, start: int, ids: Tensor, experts_at_once: int, exact: bool
+        self,
+        model: DeviceModel,
+        slot: int,
+        start: int,
+        ids: Tensor,
+        experts_at_once: int,
+        exact: bool,
+        energy: Callable[[int, ops.ExpertEnergy], None] | None,
     ) -> None:
         s, t = model.shape, ids.shape[0]
         self.model, self.shape, self.tokens, self.ids = model, s, t, ids
         self.device = model.device
         self.end = start + t
         self.experts_at_once = min(experts_at_once, s.experts)
-        self.exact = exact
+        self.exact, self.energy = exact, energy
         self.half = torch.bfloat16 if self.device.type == "cuda" and not exact else torch.float32
         self.positions = torch.arange(start, start + t, dtype=torch.int32, device=self.device)
         self.slots = torch.full((t,), slot, dtype=torch.int32, device=self.device)
@@ -180,7 +191,7 @@ class _Chunk:
             update = Update(self._attention(number, layer, x), self.coefficients, new)
             hc_pre(old, layer.hc_ffn, self.partials, self.coefficients, None, x, update, model.constants)
             old, new = new, old
-            routed, shared = self._experts(layer, x)
+            routed, shared = self._experts(number, layer, x)
             update = Update(routed, self.coefficients, new, shared)
         if wanted is None:
             return None
@@ -285,7 +296,7 @@ class _Chunk:
 
     # -- mixture of experts ------------------------------------------------------------------------------------------
 
-    def _experts(self, w: DeviceLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _experts(self, number: int, w: DeviceLayer, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the routed experts give, [tokens, top, hidden], and the shared one, [tokens, hidden]."""
         s, t, top = self.shape, self.tokens, self.shape.experts_used
         logits = self.take(t, s.experts)
@@ -314,4 +325,10 @@ class _Chunk:
             count = min(self.experts_at_once, s.experts - first)
             dequantise_experts(w.down, downs[:count], first, groups)
             down_grouped(h, chosen, groups, downs[:count], weights, first, routed)
+        if self.energy is not None:
+            sums = ops.ExpertEnergy(
+                self.take(s.experts, s.hidden), self.take(s.experts, s.expert_hidden), groups.offsets.diff()
+            )
+            expert_energy(x, h, weights, groups, sums.gate_up, sums.down)
+            self.energy(number, sums)
         return routed, shared

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ds4 import ops
 from ds4.errors import Ds4Error
 from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
 from ds4.model.cuda.plan import BUCKETS, bucket
@@ -18,13 +19,15 @@ from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
 from ds4.model.cuda.sampling import TokenSampler
 from ds4.model.cuda.weights import DeviceWeights, RawSource
+from ds4.model.deepseek_v4 import Taps
 from ds4.model.draw import Draw
 from ds4.ops.kernels.planes import Iq2Layout
 
 if TYPE_CHECKING:
-    from ds4.model.deepseek_v4 import Edits, Taps
+    from ds4.model.deepseek_v4 import Edits
 
 Wanted = Literal["last", "all", "none", "keep"]
+EnergyTap = Callable[[int, ops.ExpertEnergy], None]
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 1024, 2048, 4096, 8192)
 """Lengths of pieces, one for each way in which some kernel is cut by it; the chunk comes to them."""
@@ -113,20 +116,23 @@ class CudaRunner:
         """See `ds4.engine.Runner`; logits are on the host, those of "keep" on the device.
 
         Items of one token are decoded together, the others go piece by piece; with `RunnerConfig.quality` all do, so
-        that what an item gives does not depend on the others. If the step breaks off, its states can only go back to a
-        checkpoint.
+        that what an item gives does not depend on the others. With a tap every piece, short ones too, takes the way of
+        long ones. If the step breaks off, its states can only go back to a checkpoint.
 
         Raises:
-            Ds4Error: the KV pools have no room, in which case nothing is lost; taps or edits, which are for the CPU.
+            Ds4Error: the KV pools have no room, in which case nothing is lost; edits, or other taps than
+                `expert_energy`, which are for the CPU.
         """
-        if taps is not None or edits is not None:
+        energy = None if taps is None else taps.expert_energy
+        if edits is not None or (taps is not None and replace(taps, expert_energy=None) != Taps()):
             raise Ds4Error("taps and edits work on the CPU only; load the model with device='cpu'")
         with _on(self.model.device):
             for state, ids in batch:
                 state.prepare(len(ids))
         results: list[Tensor | None] = [None] * len(batch)
         ahead, self._ahead = self._ahead, None
-        single = [i for i, (_, ids) in enumerate(batch) if len(ids) == 1 and not self.config.quality]
+        decodes = energy is None and not self.config.quality
+        single = [i for i, (_, ids) in enumerate(batch) if len(ids) == 1 and decodes]
         try:
             with _on(self.model.device):
                 if ahead is not None:
@@ -134,8 +140,8 @@ class CudaRunner:
                 for first in range(0, len(single), MAX_ROWS):
                     self._decode(batch, wanted, single[first : first + MAX_ROWS], results)
                 for i, (state, ids) in enumerate(batch):
-                    if len(ids) > 1 or (ids and self.config.quality):
-                        results[i] = self._prefill(state, ids, wanted[i])
+                    if len(ids) > 1 or (ids and not decodes):
+                        results[i] = self._prefill(state, ids, wanted[i], energy)
         except BaseException:
             for state, _ in batch:
                 state.spoil()
@@ -306,7 +312,9 @@ class CudaRunner:
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
-    def _prefill(self, state: DeviceState, ids: list[int], want: Wanted) -> Tensor | None:
+    def _prefill(
+        self, state: DeviceState, ids: list[int], want: Wanted, energy: EnergyTap | None = None
+    ) -> Tensor | None:
         parts = []
         for first in range(0, len(ids), self.config.chunk):
             part = ids[first : first + self.config.chunk]
@@ -316,8 +324,8 @@ class CudaRunner:
                 rows = list(range(len(part)))
             elif want != "none" and last:
                 rows = [len(part) - 1]
-            short = len(part) <= self.config.short and not self.config.quality
-            piece = self._short(state, part, rows) if short else self._long(state, part, rows)
+            short = len(part) <= self.config.short and not self.config.quality and energy is None
+            piece = self._short(state, part, rows) if short else self._long(state, part, rows, energy)
             state.advance(len(part))
             if piece is not None:
                 parts.append(piece.clone() if want == "keep" else piece.to("cpu", copy=True))
@@ -332,12 +340,14 @@ class CudaRunner:
         self.model.short_chunk(buffers)
         return buffers.token_logits[rows[0] : rows[-1] + 1] if rows else None
 
-    def _long(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
+    def _long(
+        self, state: DeviceState, ids: list[int], rows: list[int], energy: EnergyTap | None = None
+    ) -> Tensor | None:
         device = self.model.device
         wanted = torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
         tokens = torch.tensor(ids, dtype=torch.int32, device=device)
         c = self.config
-        logits = prefill(self.model, state.slot, state.length, tokens, wanted, c.experts_at_once, c.quality)
+        logits = prefill(self.model, state.slot, state.length, tokens, wanted, c.experts_at_once, c.quality, energy)
         if device.type == "cuda":
             # Whoever asks for piece after piece must not run ahead of the device: he could not stop in time.
             torch.cuda.current_stream().synchronize()

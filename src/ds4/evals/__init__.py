@@ -1,0 +1,1 @@
+"""How good a model is: perplexity of text, and scores of given continuations."""

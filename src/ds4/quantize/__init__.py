@@ -1,0 +1,1 @@
+"""Making model files: activation importance, codes, conversion."""
