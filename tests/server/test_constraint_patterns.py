@@ -77,11 +77,11 @@ def test_patterns_hold_for_what_a_validator_takes(pattern: str, texts: list[str]
     if refusal := refusal_of(AnswerRules(content=schema)):
         assert "no string has" in refusal  # nothing is left without U+0000
         return
-    constraint = constraint_of(AnswerRules(content=schema))
+    rules = AnswerRules(content=schema)
     for text in texts:
         valid = validator.is_valid(text)
         for form in written(text):
-            taken = follow(constraint.fork(), form) == "complete"
+            taken = follow(constraint_of(rules), form) == "complete"
             assert valid or not taken, (pattern, form)
             assert taken or not valid or DISPUTED & set(text), (pattern, form)
 
@@ -103,13 +103,13 @@ def test_patterns_of_arguments(pattern: str, texts: list[str]) -> None:
 @settings(max_examples=50, deadline=None)
 def test_patterns_of_names(pattern: str, names: list[str], open_: bool) -> None:
     schema = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": open_}
-    constraint = constraint_of(AnswerRules(content=schema))
+    rules = AnswerRules(content=schema)
     validator = jsonschema_rs.validator_for(schema)
     for name in names:
         for value in (None, 1):
             text = json.dumps({name: value}, ensure_ascii=False)
             try:
-                taken = follow(constraint.fork(), text) == "complete"
+                taken = follow(constraint_of(rules), text) == "complete"
             except SchemaError:
                 return  # what is no name of a long pattern may cost too much
             valid = validator.is_valid({name: value})

@@ -227,6 +227,7 @@ def test_head_is_get_without_the_body(server: Running) -> None:
         ("PATCH", "/v1/models/ds4-tiny", "GET, HEAD, OPTIONS"),
         ("POST", "/health", "GET, HEAD, OPTIONS"),
         ("TRACE", "/docs", "GET, HEAD, OPTIONS"),
+        ("POST", "/", "GET, HEAD, OPTIONS"),
     ],
 )
 def test_a_wrong_method_is_a_405_that_names_the_right_ones(
@@ -241,7 +242,7 @@ def test_a_wrong_method_is_a_405_that_names_the_right_ones(
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
     "path",
-    ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/v1/messages/batches", "/v1/messages/", "/v1/x%0ay"],
+    ["/x", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/v1/messages/batches", "/v1/messages/", "/v1/x%0ay"],
 )
 def test_an_unknown_path_is_a_404_in_the_shape_of_its_api(server: Running, method: str, path: str) -> None:
     answer = server.http.request(method, path)
