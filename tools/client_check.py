@@ -1,14 +1,15 @@
 """Real clients against a server of this machine: each reads two files by its tools and answers from them.
 
-    make test-clients                                                   installs them from npm, and runs all
-    .venv/bin/python tools/client_check.py claude codex                 some, with a scripted model
-    .venv/bin/python tools/client_check.py --tiny pi                    with the model that comes with ds4
-    .venv/bin/python tools/client_check.py --keep FOLDER pi             leaves traces and output there
+    make test-clients                                          installs them from npm, and runs all
+    .venv/bin/python tools/client_check.py claude codex        some, with a scripted model
+    .venv/bin/python tools/client_check.py --variants          the same agents over other APIs, and with more thinking
+    .venv/bin/python tools/client_check.py --tiny pi           with the model that comes with ds4
+    .venv/bin/python tools/client_check.py --keep FOLDER pi    leaves traces and output there
 
-The model's script makes the right calls for the tools that the client declares in a first, empty conversation. The trace
-has to show that each further request continues the live state (99 % of it at least). Where the system has `unshare`, all
-runs in a network of its own that ends at this machine, and names that a client looks up are told. Returns 1 if something
-was wrong.
+The model's script makes the right calls for the tools that the client declares in a first conversation without calls.
+The trace has to show that each further request continues the live state (99 % of it at least). Where the system has
+`unshare`, all runs in a network of its own that ends at this machine, and a name that a client looks up counts as a
+mistake. Returns 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from client_checks import loops, network
-from client_checks.setups import CLIENTS, NPM, Client, Place, command, install
-from load import server
+from client_checks.setups import CLIENTS, NPM, VARIANTS, Client, Place, command, install
+from load import read, server
+from script_lines import answer, script
 
 from ds4.errors import Ds4Error
 
 QUESTION = "Read first.txt, then the file that it names, and tell me the launch code."
+SIMPLE = "Please read the file notes.txt."
 AGAIN = "Tell me the code once more."
 CONTEXT = 131_072
 LIMIT = 300.0
@@ -69,7 +72,7 @@ def run(client: Client, words: tuple[str, ...], question: str, place: Place, log
 
 def discover(client: Client, folder: Path) -> loops.Tool:
     """The tool with which a client reads files, from the prompt of a conversation without calls."""
-    (folder / "hello.jsonl").write_text(loops.script([loops.answer("Hello there")]), encoding="utf-8")
+    (folder / "hello.jsonl").write_text(script([answer("Hello there")]), encoding="utf-8")
     trace = folder / "tools.trace.jsonl"
     with server(["--ctx", str(CONTEXT), "--scripted", str(folder / "hello.jsonl"), "--trace", str(trace)]) as url:
         run(client, client.ask, QUESTION, install(client, folder / "tools", url), folder / "output.txt")
@@ -85,17 +88,17 @@ def scripted(client: Client, folder: Path, result: Result) -> None:
     loop = folder / "loop"
     hidden = hide(loop / "work")
     files = [str(loop / "work" / name) for name in ("first.txt", "second.txt")]
-    lines = [*(loops.call(tool, file) for file in files), loops.answer(f"It is {hidden[1]}")]
-    lines.append(loops.answer(f"Again {hidden[1]}"))
-    (folder / "loop.jsonl").write_text(loops.script(lines), encoding="utf-8")
+    lines = [*(loops.call(tool, file) for file in files), answer(f"It is {hidden[1]}")]
+    lines.append(answer(f"Again {hidden[1]}"))
+    (folder / "loop.jsonl").write_text(script(lines), encoding="utf-8")
     trace = folder / "trace.jsonl"
     with server(["--ctx", str(CONTEXT), "--scripted", str(folder / "loop.jsonl"), "--trace", str(trace)]) as url:
         place = install(client, loop, url)
         if hidden[1] not in run(client, client.ask, QUESTION, place, folder / "output.txt"):
             result.wrong.append("its output does not have the model's answer")
-        if client.go_on:
-            if hidden[1] not in run(client, client.go_on, AGAIN, place, folder / "output.txt"):
-                result.wrong.append("its output does not have the answer to a second question")
+        if client.go_on and hidden[1] not in run(client, client.go_on, AGAIN, place, folder / "output.txt"):
+            result.wrong.append("its output does not have the answer to a second question")
+        responses(url, result)
     found = [turn for turn in _turns(trace) if tool.name in turn.text]
     result.loop, further = found[:3], found[3:]
     result.wrong += loops.problems(result.loop, hidden)
@@ -115,12 +118,12 @@ def _second_question(loop: list[loops.Turn], further: list[loops.Turn]) -> list[
 def tiny(client: Client, folder: Path, result: Result) -> None:
     """The loop with the model that comes with ds4, with one file; what it could not do is put into the notes."""
     trace = folder / "trace.jsonl"
-    hidden = secrets.token_hex(3)
-    with server(["--trace", str(trace)]) as url:
+    hidden = str(secrets.randbelow(90) + 10)
+    with server(["--strict-tools", "--trace", str(trace)]) as url:
         place = install(client, folder / "loop", url)
-        (place.work / "notes.txt").write_text(f"The launch code is {hidden}.\n", encoding="utf-8")
-        question = "Read the file notes.txt and tell me the launch code."
-        printed = run(client, client.ask, question, place, folder / "output.txt")
+        (place.work / "notes.txt").write_text(f"The code is {hidden}.\n", encoding="utf-8")
+        printed = run(client, client.ask, SIMPLE, place, folder / "output.txt")
+        responses(url, result)
     result.loop = [turn for turn in _turns(trace) if loops.declared_tools(turn.text)]
     read = any(hidden in turn.text for turn in result.loop[1:])
     called = bool(result.loop) and result.loop[0].reason == "tool_calls"
@@ -131,7 +134,18 @@ def tiny(client: Client, folder: Path, result: Result) -> None:
         f"{'the right answer' if said else 'no right answer'}"
     )
     for before, turn in zip(result.loop, result.loop[1:], strict=False):
-        result.wrong += loops.continues(before, turn)
+        # A client may write calls of unknown tools anew; what follows them is another conversation then.
+        (result.notes if turn.edited else result.wrong).extend(loops.continues(before, turn))
+
+
+def responses(url: str, result: Result) -> None:
+    """Which paths a client used; a status other than 200 is wrong."""
+    counts = read(url, "/stats")["http_responses"]
+    counts.pop("/health", None)
+    counts.pop("/stats", None)
+    result.notes.append("used " + ", ".join(f"{path} ({sum(found.values())})" for path, found in counts.items()))
+    for path, found in counts.items():
+        result.wrong += [f"{path} answered {status}" for status in found if status != "200"]
 
 
 def hide(folder: Path) -> list[str]:
@@ -192,10 +206,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of {', '.join(CLIENTS)}; default: all")
     parser.add_argument("--tiny", action="store_true", help="the embedded model answers, and its skill is told")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave traces and output in this new folder")
+    parser.add_argument("--variants", action="store_true", help=f"these instead: {', '.join(VARIANTS)}")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.clients if name not in CLIENTS]
+    unknown = [name for name in options.clients if name not in {**CLIENTS, **VARIANTS}]
     if unknown:
-        parser.error(f"{', '.join(unknown)}: not among {', '.join(CLIENTS)}")
+        parser.error(f"{', '.join(unknown)}: not among {', '.join({**CLIENTS, **VARIANTS})}")
     return options
 
 
@@ -204,7 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     alone = network.inside(given)
     options = parse(given)
-    if not alone and not network.enter(given):
+    if not alone:
+        network.enter(given)
         print("no network of its own here: other hosts are not noticed")
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -212,9 +228,10 @@ def main(arguments: list[str] | None = None) -> int:
         if alone:
             network.set_up(Path(temporary))
             print("in a network that ends at this machine")
-        for name in options.clients or CLIENTS:
-            result = check(CLIENTS[name], folder / name, options.tiny, alone)
-            report(CLIENTS[name], result)
+        for name in options.clients or (VARIANTS if options.variants else CLIENTS):
+            client = {**CLIENTS, **VARIANTS}[name]
+            result = check(client, folder / name, options.tiny, alone)
+            report(client, result)
             failed |= bool(result.wrong)
     return int(failed)
 

@@ -1,1 +1,1 @@
-"""The parts of tools/client_check.py: set-ups of clients, the loops they run, and a network that only has this machine."""
+"""The parts of tools/client_check.py: set-ups of clients, the loops they run, and a network of one machine."""

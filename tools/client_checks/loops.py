@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from script_lines import calls
+
 from ds4.errors import Ds4Error
 
 REUSED = 0.99
 """Part of what was evaluated before that a request has to continue."""
 
-_MARK = "｜DSML｜"
 _FILE_KEYS = ("file_path", "filePath", "path")
 _SHELL_KEYS = ("cmd", "command")
 
@@ -28,7 +29,15 @@ class Tool:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request as the trace has it; tokens of its whole prompt, of those that were there already, and of its answer."""
+    """A request as the trace has it.
+
+    Attributes:
+        number, text: its number and its prompt.
+        tokens, reused, completion: tokens of the whole prompt, of those that were there already, and of the answer.
+        source, detail: where the reused ones were, and how they were recognised.
+        reason: how the answer ended.
+        edited: an earlier call came back changed.
+    """
 
     number: int
     text: str
@@ -38,6 +47,7 @@ class Turn:
     detail: str
     completion: int
     reason: str
+    edited: bool = False
 
     @property
     def state(self) -> int:
@@ -74,20 +84,7 @@ def reading_tool(prompt: str) -> Tool:
 
 def call(tool: Tool, path: str) -> list[str]:
     """The pieces of an answer that reads a file."""
-    value = f"cat {path}" if tool.shell else path
-    pieces = [f"I read {path}.", "</think>", "\n\n<", _MARK, "tool_calls>\n<", _MARK, f'invoke name="{tool.name}">\n<']
-    pieces += [_MARK, f'parameter name="{tool.key}" string="true">', value, "</", _MARK, "parameter>\n</"]
-    return [*pieces, _MARK, "invoke>\n</", _MARK, "tool_calls>"]
-
-
-def answer(text: str) -> list[str]:
-    """The pieces of an answer in text."""
-    return ["Now I know.", "</think>", *text.partition(" ")[:2], text.partition(" ")[2] or "."]
-
-
-def script(lines: Sequence[Sequence[str]]) -> str:
-    """A script for `ds4-server --scripted`."""
-    return "".join(json.dumps({"pieces": list(pieces)}, ensure_ascii=False) + "\n" for pieces in lines)
+    return calls((tool.name, {tool.key: f"cat {path}" if tool.shell else path}), reasoning=f"I read {path}.")
 
 
 def turns(trace: Iterable[str]) -> list[Turn]:
@@ -104,6 +101,7 @@ def turns(trace: Iterable[str]) -> list[Turn]:
                 Turn(
                     event["request"], prompt["text"], prompt["effective_tokens"], prompt["reused"], prompt["source"],
                     prompt["detail"], event["usage"]["completion"], event["reason"],
+                    "canonical" in prompt["replay"],
                 )
             )  # fmt: skip
     return sorted(found, key=lambda turn: turn.number)

@@ -19,12 +19,11 @@ _SIOCSIFFLAGS = 0x8914
 _UP_AND_RUNNING = 0x41
 
 
-def enter(arguments: list[str]) -> bool:
-    """Start this program again in a network of its own, if the machine lets us; False if not. Does not return if so."""
+def enter(arguments: list[str]) -> None:
+    """Start this program again in a network of its own, if the machine lets us; else return."""
     unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-rnm", "true"], capture_output=True, check=False).returncode:
-        return False
-    os.execv(unshare, [unshare, "-rnm", sys.executable, *sys.argv[:1], _INSIDE, *arguments])
+    if unshare and not subprocess.run([unshare, "-rnm", "true"], capture_output=True, check=False).returncode:
+        os.execv(unshare, [unshare, "-rnm", sys.executable, *sys.argv[:1], _INSIDE, *arguments])
 
 
 def inside(arguments: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""How each client is set up: the files of setups/ and where they go, and the commands. docs/clients.md shows the same."""
+"""How each client is set up: files of setups/ and their places, and commands. docs/clients.md shows the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SETUPS = Path(__file__).parent / "setups"
@@ -27,6 +27,7 @@ class Client:
         ask: the command that asks `{question}` and ends; its first word is a program, or a file of setups/.
         go_on: the command that asks another question in the same conversation; empty: the client has none.
         package: the npm package it comes from; None: a Python script of setups/.
+        changes: what is different in its files: text to text.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Client:
     ask: tuple[str, ...]
     go_on: tuple[str, ...] = ()
     package: str | None = None
+    changes: Mapping[str, str] = field(default_factory=dict)
 
 
 CLAUDE = Client(
@@ -69,6 +71,24 @@ ANTHROPIC_SDK = Client(
     "anthropic-sdk", {"anthropic_sdk.py": "anthropic_sdk.py"}, ("python3", "anthropic_sdk.py", "{question}")
 )
 CLIENTS = {client.name: client for client in (CLAUDE, CODEX, OPENCODE, PI, OPENAI_SDK, ANTHROPIC_SDK)}
+_COMPLETIONS, _COMPATIBLE = "openai-completions", "@ai-sdk/openai-compatible"
+_HIGH = {"ask": ("pi-ds4", "--thinking", "high", *PI.ask[1:]), "go_on": ("pi-ds4", "--thinking", "high", *PI.go_on[1:])}
+_SUMMARIES = 'model_reasoning_summary = "auto"\nmodel_supports_reasoning_summaries = true\n'
+_EFFORT = 'model_reasoning_effort = "high"\n'
+VARIANTS = {
+    client.name: client
+    for client in (
+        replace(PI, name="pi-high", **_HIGH),
+        replace(PI, name="pi-responses", changes={_COMPLETIONS: "openai-responses"}, **_HIGH),
+        replace(PI, name="pi-messages", changes={_COMPLETIONS: "anthropic-messages", f"{URL}/v1": URL}, **_HIGH),
+        replace(OPENCODE, name="opencode-responses", changes={_COMPATIBLE: "@ai-sdk/openai"}),
+        replace(OPENCODE, name="opencode-messages", changes={_COMPATIBLE: "@ai-sdk/anthropic"}),
+        replace(CODEX, name="codex-high", changes={"web_search =": f"{_SUMMARIES}{_EFFORT}web_search ="}),
+        replace(CLAUDE, name="claude-max", ask=("claude-ds4", "--effort", "max", *CLAUDE.ask[1:])),
+        replace(CLAUDE, name="claude-bare", ask=("claude-ds4", "--bare", *CLAUDE.ask[1:]), go_on=()),
+    )
+}
+"""The same agents over other APIs, and with other efforts of thinking."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,10 @@ def install(client: Client, folder: Path, url: str) -> Place:
     for name, place in client.files.items():
         target = (work if client.package is None else home) / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((SETUPS / name).read_text(encoding="utf-8").replace(URL, url), encoding="utf-8")
+        text = (SETUPS / name).read_text(encoding="utf-8")
+        for old, new in (*client.changes.items(), (URL, url)):
+            text = text.replace(old, new)
+        target.write_text(text, encoding="utf-8")
         target.chmod((SETUPS / name).stat().st_mode)
     node = shutil.which("node")
     path = [home / "bin", BIN, Path(node).parent if node else BIN, Path("/usr/local/bin"), "/usr/bin", "/bin"]

@@ -6,6 +6,14 @@ from pathlib import Path
 
 from openai import OpenAI
 
+
+def read_file(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        return f"Error: {error}"
+
+
 client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 parameters = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 read = {"name": "read_file", "description": "Read a text file", "parameters": parameters}
@@ -19,6 +27,6 @@ while True:
     if not message.tool_calls:
         break
     for call in message.tool_calls:
-        text = Path(json.loads(call.function.arguments)["path"]).read_text()
+        text = read_file(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 print(message.content)
