@@ -170,6 +170,7 @@ class ChatAnswer:
     def __init__(self, number: int, request: ChatRequest, include_usage: bool) -> None:
         self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": request.model}
         self._logprobs, self._count = request.logprobs is not None, request.n
+        self._begun = False
         self._include_usage = include_usage
 
     def whole(self, ends: Sequence[Done]) -> dict[str, Any]:
@@ -191,9 +192,8 @@ class ChatAnswer:
         return {"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opened(self) -> bytes:
-        """The chunk that names the role."""
-        role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, role) for index in range(self._count))
+        """Nothing: clients take the first chunk for the end of the prompt's evaluation."""
+        return b""
 
     def admitted(self, reply: Admitted) -> bytes:
         """Nothing."""
@@ -206,13 +206,21 @@ class ChatAnswer:
             shown = tokens if "content" in delta else ()
             chunks.append(self._chunk(reply.index, delta, tokens=shown))
             tokens = () if shown else tokens
-        return b"".join(chunks)
+        return self._roles() + b"".join(chunks) if chunks else b""
+
+    def _roles(self) -> bytes:
+        """The chunks that name the roles, before everything else."""
+        if self._begun:
+            return b""
+        self._begun = True
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, role) for index in range(self._count))
 
     def done(self, reply: Done) -> bytes:
         """The finish, the usage if it was asked for, and the end mark."""
         if reply.reason == "error":
             return self.failed(malformed(reply))
-        frames = self._chunk(reply.index, {}, reply.reason)
+        frames = self._roles() + self._chunk(reply.index, {}, reply.reason)
         if reply.left:
             return frames
         if self._include_usage:
