@@ -63,7 +63,7 @@ test-clients: $(STAMP) $(NPM)/node_modules/.package-lock.json
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/client_check.py $(CLIENT_ARGS)
 
 $(NPM)/node_modules/.package-lock.json: $(NPM)/package.json $(NPM)/package-lock.json
-	cd $(NPM) && npm ci
+	cd $(NPM) && npm install --no-save
 	@touch $@
 
 # schemathesis, llama-benchy, tool-eval-bench and lucebench; SUITE_ARGS are those of tools/suites.py.

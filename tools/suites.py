@@ -150,6 +150,11 @@ def lucebench(bench: Bench) -> list[str]:
         print(f"  scripted, {area}: {passed} of {cases}")
         if passed != cases:
             wrong.append(f"a script without mistakes gets {passed} of {cases} in {area}")
+    with bench.scripted([answer("I cannot do that.", reasoning="")]) as url:
+        luce(bench, url, "forge")
+        answered = read(url, "/stats")["http_responses"]["/v1/messages"]
+        print(f"  scripted, forge: not scored; statuses of its requests: {answered}")
+        wrong += refused(url)
     with server([]) as url:
         for area, most in AREAS:
             passed, cases = luce(bench, url, area, "--questions", str(most), "--max-tokens", "128")
