@@ -101,3 +101,38 @@ SMOKE = (
 
 LONG_CONTEXT = (answer("Risk: a restart loses the state of running conversations.", reasoning=""),)
 """lucebench's area longctx: six prompts of 2k to 64k tokens, which all want one sentence of this form."""
+
+
+def _silent(name: str, /, **values: object) -> list[str]:
+    """A call with thinking off."""
+    return calls((name, values), reasoning="")
+
+
+FORGE: tuple[list[str], ...] = (
+    # basic_2step, sequential_3step, error_recovery
+    _silent("get_country_info", country="France"),
+    _silent("summarize", content="The capital of France is Paris."),
+    _silent("fetch_sales_data", quarter=4, year=2024),
+    _silent("analyze_sales"),
+    _silent("report", findings="Revenue grew 23% on the year before; Widget Pro sold best, APAC least."),
+    _silent("fetch", count="10"),
+    _silent("fetch", count="0010"),
+    _silent("summarize", content="10 records were fetched."),
+    # tool_selection, argument_fidelity, sequential_reasoning
+    _silent("lookup_user", name="Alice"),
+    _silent("get_permissions", user_id="U-1001"),
+    _silent("respond", answer="Alice may read, write and admin the repo forge-dev."),
+    _silent("lookup_entity", entity="Widget Pro"),
+    _silent("fetch_details", entity_id="ENT-4728"),
+    _silent("present", summary="Widget Pro was created on 2024-01-15 and sold 1500 units."),
+    _silent("identify_patient", name="John Doe"),
+    _silent("get_records", patient_id="PT-7829"),
+    _silent("check_interactions", medication="lisinopril"),
+    _silent(
+        "recommend",
+        patient_id="PT-7829",
+        findings="Lisinopril with ibuprofen may damage the kidneys; with potassium it may cause hyperkalemia.",
+    ),
+)
+"""One line for each request of the first six workflows of lucebench's area forge."""
+FORGE_CASES = 6

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("lines", [suite_scripts.TOOL_EVAL_SHORT, suite_scripts.SMOKE, suite_scripts.LONG_CONTEXT])
+@pytest.mark.parametrize("lines", [suite_scripts.TOOL_EVAL_SHORT, *(entry[1] for entry in suites.SCRIPTED_AREAS)])
 def test_scripts_can_be_played(lines: tuple[list[str], ...]) -> None:
     assert [b"".join(line.pieces).decode() for line in read_script(script(lines))] == ["".join(line) for line in lines]
 
