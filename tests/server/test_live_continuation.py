@@ -506,3 +506,21 @@ def test_what_a_second_attempt_made_good_stays_hidden_and_live(trace: Path) -> N
         messages += [shown(third), {"role": "user", "content": "And Oslo?"}]
         fourth = talk.ask(*messages)
         assert (fourth["prompt"]["source"], fourth["prompt"]["reused"]) == ("live", held(third))
+
+
+@pytest.mark.parametrize(("added", "live"), [("metric", True), ("imperial", False)])
+def test_a_default_that_a_client_adds_to_a_call_is_no_edit(added: str, live: bool, trace: Path) -> None:
+    function = WEATHER["function"]
+    assert isinstance(function, dict)
+    properties = {**function["parameters"]["properties"], "units": {"type": "string", "default": "metric"}}
+    tool = {"type": "function", "function": {**function, "parameters": {"type": "object", "properties": properties}}}
+    with scripted(LOOK, SAY, trace=trace) as server:
+        talk = Talk(server, trace)
+        first = talk.ask(ASK, tools=[tool])
+        calls = with_arguments(first, json.dumps({"units": added, "city": "Rome", "days": 3}))
+        second = talk.ask(ASK, shown(first, tool_calls=calls), result(first), tools=[tool])
+        assert (second["prompt"]["source"] == "live") == live
+        assert second["prompt"]["replay"] == {"memory" if live else "canonical": 1}
+        said = second["prompt"]["text"].partition("<｜User｜>")[2]
+        assert ("units" in said) == (not live)
+        assert not live or "<think>why</think>Let me look" in live_text(server)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4.chat.message import Message, ToolCall
+from ds4.chat.tools import tool_schemas
 from ds4.server.replay import ReplayEntry, ReplayMemory, same_calls
 
 BLOCK = "\n\n<｜DSML｜tool_calls>..."
@@ -130,6 +131,40 @@ def test_the_arguments_that_are_kept_count() -> None:
 def test_arguments_are_compared_as_json_values(sampled: str, sent: str, same: bool) -> None:
     for a, b in ((sampled, sent), (sent, sampled)):
         assert same_calls([ToolCall("f", a, "id")], [ToolCall("f", b, "id")]) is same
+
+
+EDIT: dict[str, Any] = {
+    "name": "edit",
+    "input_schema": {"properties": {"path": {}, "all": {"default": False}, "depth": {"default": 1.0}, "odd": True}},
+}
+
+
+@pytest.mark.parametrize(
+    ("sent", "same"),
+    [
+        ('{"path": "a", "all": false}', True),
+        ('{"all": false, "depth": 1, "path": "a"}', True),
+        ('{"path": "a", "all": true}', False),
+        ('{"path": "b", "all": false}', False),
+        ('{"path": "a", "odd": false}', False),
+        ('{"path": "a", "other": null}', False),
+        ('{"all": false}', False),
+    ],
+)
+@pytest.mark.parametrize("key", ["input_schema", "parameters"])
+def test_defaults_that_a_client_adds_are_no_edit(key: str, sent: str, same: bool) -> None:
+    tools = tool_schemas([{"name": "edit", key: EDIT["input_schema"]}])
+    sampled = ToolCall("edit", '{"path":"a"}', "id")
+    memory = ReplayMemory()
+    memory.put([sampled], BLOCK)
+    message = Message(tool_calls=(replace(sampled, arguments=sent),))
+    found = memory.attach(message, None, tools)
+    # The calls are those that were sampled again, as what continues the conversation compares them too.
+    assert (found.raw_dsml, found.tool_calls) == ((BLOCK, (sampled,)) if same else ("", message.tool_calls))
+    assert memory.attach(message, None, tool_schemas([{"name": "edit", "input_schema": {}}])).raw_dsml == ""
+    assert memory.attach(message).raw_dsml == ""
+    # What was sampled with its default and sent without it is another call.
+    assert not same_calls([replace(sampled, arguments='{"path":"a","all":false}')], [sampled], tools)
 
 
 def test_how_calls_are_written_is_counted() -> None:

@@ -36,7 +36,6 @@ class Turn:
         tokens, reused, completion: tokens of the whole prompt, of those that were there already, and of the answer.
         source, detail: where the reused ones were, and how they were recognised.
         reason: how the answer ended.
-        edited: an earlier call came back changed.
     """
 
     number: int
@@ -47,7 +46,6 @@ class Turn:
     detail: str
     completion: int
     reason: str
-    edited: bool = False
 
     @property
     def state(self) -> int:
@@ -101,7 +99,6 @@ def turns(trace: Iterable[str]) -> list[Turn]:
                 Turn(
                     event["request"], prompt["text"], prompt["effective_tokens"], prompt["reused"], prompt["source"],
                     prompt["detail"], event["usage"]["completion"], event["reason"],
-                    "canonical" in prompt["replay"],
                 )
             )  # fmt: skip
     return sorted(found, key=lambda turn: turn.number)

@@ -87,7 +87,7 @@ class PromptBuilder:
         """The messages with the sampled bytes of their calls, as far as these are known."""
         if self._replay is None:
             return request.messages
-        return tuple(self._replay.attach(message, replayed) for message in request.messages)
+        return tuple(self._replay.attach(message, replayed, request.tools) for message in request.messages)
 
     def _render(self, request: ChatRequest, messages: Sequence[Message]) -> Rendered:
         if request.text is not None:

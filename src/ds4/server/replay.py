@@ -17,6 +17,7 @@ from decimal import Decimal
 from ds4.chat import json_text
 from ds4.chat.message import Message, ToolCall
 from ds4.chat.template import EOS
+from ds4.chat.tools import ToolSchema
 
 _OVERHEAD = 200
 """Bytes that one id costs besides its characters and its turn, roughly."""
@@ -86,22 +87,25 @@ class ReplayMemory:
         with self._lock:
             self._put(_Turn(tuple(calls), block))
 
-    def attach(self, message: Message, counts: Counter[str] | None = None) -> Message:
-        """The message with its sampled block, if all its calls are known and the client did not edit them.
+    def attach(self, message: Message, counts: Counter[str] | None = None, tools: Sequence[ToolSchema] = ()) -> Message:
+        """The message with its sampled block and calls, if all its calls are known and the client did not edit them.
 
+        Parameters that the schemas of `tools` give a default are no edit if a client adds them with that value.
         For an assistant message with calls, one is added to `counts` under the way it will be written: `memory` or
         `disk`, for a sampled block from there; `canonical`, as the calls are not as they were sampled; or `missing`,
         as one of them is not known.
         """
         if message.role != "assistant" or not message.tool_calls:
             return message
-        block, way = (message.raw_dsml, "memory") if message.raw_dsml else self._find(message.tool_calls)
-        if way == "missing" and self.recall is not None:
-            self.recall()
-            block, way = self._find(message.tool_calls)
+        block, way, calls = message.raw_dsml, "memory", message.tool_calls
+        if not block:
+            block, way, calls = self._find(message.tool_calls, tools)
+            if way == "missing" and self.recall is not None:
+                self.recall()
+                block, way, calls = self._find(message.tool_calls, tools)
         if counts is not None:
             counts[way] += 1
-        return replace(message, raw_dsml=block)
+        return replace(message, raw_dsml=block, tool_calls=calls)
 
     def export_entries(self, text: str) -> list[ReplayEntry]:
         """The turns whose sampled block stands in a prompt's text, verbatim, where a turn of the model ends."""
@@ -144,18 +148,18 @@ class ReplayMemory:
         while self._turns and (len(self._turns) > self.max_ids or self.nbytes > self.max_bytes):
             self._forget(next(iter(self._turns)))
 
-    def _find(self, calls: Sequence[ToolCall]) -> tuple[str, str]:
-        """The sampled block of calls and where it is from; or an empty one, and why."""
+    def _find(self, calls: tuple[ToolCall, ...], tools: Sequence[ToolSchema]) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """The sampled block of calls, where it is from, and these as sampled; or an empty one, and why."""
         with self._lock:
             found = [self._turns.get(call.id) for call in calls]
             turn = found[0]
             if turn is None or any(other is None for other in found):
-                return "", "missing"
-            if any(other is not turn for other in found) or not same_calls(turn.calls, calls):
-                return "", "canonical"
+                return "", "missing", calls
+            if any(other is not turn for other in found) or not same_calls(turn.calls, calls, tools):
+                return "", "canonical", calls
             for call in calls:
                 self._turns.move_to_end(call.id)
-            return turn.block, turn.source
+            return turn.block, turn.source, turn.calls
 
     def _forget(self, call_id: str) -> None:
         turn = self._turns.pop(call_id, None)
@@ -196,20 +200,43 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8", "replace"))
 
 
-def same_calls(sampled: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:
-    """Whether calls that a client sent are those that were sampled: ids, names, and arguments as JSON values."""
+def same_calls(sampled: Sequence[ToolCall], sent: Sequence[ToolCall], tools: Sequence[ToolSchema] = ()) -> bool:
+    """Whether calls that a client sent are those that were sampled: ids, names, and arguments as JSON values.
+
+    Parameters that a client added count as well, unless `tools` declares their values as defaults.
+    """
     if len(sampled) != len(sent):
         return False
     return all(
-        a.id == b.id and a.name == b.name and (a.arguments == b.arguments or _same_arguments(a.arguments, b.arguments))
+        a.id == b.id
+        and a.name == b.name
+        and (a.arguments == b.arguments or _same_arguments(a.arguments, b.arguments, a.name, tools))
         for a, b in zip(sampled, sent, strict=True)
     )
 
 
-def _same_arguments(a: str, b: str) -> bool:
+def _same_arguments(a: str, b: str, name: str, tools: Sequence[ToolSchema]) -> bool:
     """Whether two texts are the same JSON object; a text that is none equals itself only."""
-    value = json_text.arguments_object(a)
-    return value is not None and _same_value(value, json_text.arguments_object(b))
+    value, other = json_text.arguments_object(a), json_text.arguments_object(b)
+    if value is None or other is None:
+        return False
+    added = other.keys() - value.keys()
+    if added:
+        defaults = _defaults(name, tools)
+        if not all(key in defaults and _same_value(defaults[key], other[key]) for key in added):
+            return False
+    return value.keys() <= other.keys() and all(_same_value(item, other[key]) for key, item in value.items())
+
+
+def _defaults(name: str, tools: Sequence[ToolSchema]) -> dict[str, object]:
+    """The parameters of a tool that have a default, with it."""
+    line = next((tool.schema for tool in tools if tool.name == name), "{}")
+    shown = json_text.arguments_object(line) or {}
+    schema = shown.get("parameters") or shown.get("input_schema")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {key: part["default"] for key, part in properties.items() if isinstance(part, dict) and "default" in part}
 
 
 def _same_value(a: object, b: object) -> bool:
