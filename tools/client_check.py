@@ -122,7 +122,11 @@ def tiny(client: Client, folder: Path, result: Result) -> None:
     with server(["--strict-tools", "--tokens", "512", "--trace", str(trace)]) as url:
         place = install(client, folder / "loop", url)
         (place.work / "notes.txt").write_text(f"The code is {hidden}.\n", encoding="utf-8")
-        printed = run(client, client.ask, SIMPLE, place, folder / "output.txt")
+        printed = ""
+        try:
+            printed = run(client, client.ask, SIMPLE, place, folder / "output.txt")
+        except Ds4Error as error:  # Codex ends so if an answer was cut by its limit
+            result.notes.append(str(error).strip().splitlines()[0][:80])
         responses(url, result)
     result.loop = [turn for turn in _turns(trace) if loops.declared_tools(turn.text)]
     read = any(hidden in turn.text for turn in result.loop[1:])
