@@ -8,7 +8,8 @@ as in the published files (Q8_0, F16, F32), except in `bf16`. A seed means: conv
 the training split), held-out conversations for the NLL, and held-out cases for the calls.
 
 * NLL: nats a token over what the model itself writes in held-out conversations (tools, chat, arithmetic, recall).
-* KL: how far the probabilities there are from those of `bf16`, in nats a token.
+* text: the same over plain English, which the model predicts badly: there its probabilities are spread.
+* KL: how far the probabilities are from those of `bf16`, in nats a token, over both.
 * calls: share of right answers of tools/tiny/evaluate.py's tasks, generated greedily.
 
 Intervals are 95 %: of NLL and KL from their spread over conversations, of differences to `q2` likewise, conversation by
@@ -68,6 +69,7 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 TEXT_KINDS = {"tools": 8, "chat": 4, "arith": 3, "copy": 2, "recall": 1}
 """Kinds of conversations and how many of each stand together."""
 NLL_SEED, CALIBRATION_SEED = 40_000, 50_000
+SCORED = ("nll", "text")
 PART = 20
 """Cases of one cell."""
 
@@ -108,12 +110,17 @@ def write_calibration(path: Path, seed: int, tokens: int) -> None:
                 return
 
 
-def nll_texts(seed: int, tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Held-out conversations: (ids, places of what the model itself writes), about so many ids in all."""
+def held_out(seed: int, what: str) -> Iterator[tuple[list[int], list[float], str]]:
+    """Endless documents: conversations for "nll", plain English for "text"."""
+    for kind, dialog, generator in dialogs(NLL_SEED + seed, "eval"):
+        yield generator.encode(dialog, kind) if what == "nll" else generator.text(200, 200)
+
+
+def scored_texts(seed: int, what: str, tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Held-out documents: (ids, places of what is scored: in conversations what the model itself writes)."""
     found: list[tuple[list[int], list[int]]] = []
     left = tokens
-    for kind, dialog, generator in dialogs(NLL_SEED + seed, "eval"):
-        ids, weights, _ = generator.encode(dialog, kind)
+    for ids, weights, _ in held_out(seed, what):
         places = [i for i, weight in enumerate(weights) if weight]
         if places:
             found.append((ids, places))
@@ -227,21 +234,21 @@ def log_probabilities(engine: ds4.Engine, ids: list[int], places: list[int]) -> 
 
 
 @lru_cache(maxsize=1)
-def exact_texts(out: Path, seed: int, tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """`nll_texts`, each with what `bf16` says; kept for the variants of a seed, which are measured one by one."""
+def exact_texts(out: Path, seed: int, what: str, tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """`scored_texts`, each with what `bf16` says; kept for the variants of a seed, which are measured one by one."""
     engine = ds4.load(model_path(out, "bf16", seed), "cpu", config=EngineConfig(threads=1))
-    return [(ids, places, log_probabilities(engine, ids, places)) for ids, places in nll_texts(seed, tokens)]
+    return [(ids, places, log_probabilities(engine, ids, places)) for ids, places in scored_texts(seed, what, tokens)]
 
 
 def measure(out: Path, variant: str, seed: int, what: str, settings: Settings) -> Cell:
-    """One cell: `what` is "nll", or a task and the number of its first case."""
+    """One cell: `what` is "nll", "text", or a task and the number of its first case."""
     torch.set_num_threads(1)
     begin = time.monotonic()
     config = EngineConfig(threads=1)
     engine = ds4.load(model_path(out, variant, seed), "cpu", config=config)
-    if what == "nll":
+    if what in SCORED:
         cell: Cell = {"sums": [], "kl": [], "tokens": []}
-        for ids, places, wanted in exact_texts(out, seed, settings.nll_tokens):
+        for ids, places, wanted in exact_texts(out, seed, what, settings.nll_tokens):
             own = log_probabilities(engine, ids, places)
             targets = torch.tensor([ids[i] for i in places])[:, None]
             cell["sums"].append(-float(own.gather(1, targets).sum()))
@@ -273,7 +280,7 @@ class Results:
         """Cells that are missing, all variants together, so that a stopped study compares the same cases."""
         parts = [f"{task}@{first}" for first in range(0, self.settings.cases, PART) for task in self.settings.tasks]
         every = [
-            (variant, seed, what) for what in ("nll", *parts) for seed in self.settings.seeds for variant in VARIANTS
+            (variant, seed, what) for what in (*SCORED, *parts) for seed in self.settings.seeds for variant in VARIANTS
         ]
         return [cell for cell in every if "/".join(map(str, cell)) not in self.cells]
 
@@ -287,8 +294,8 @@ class Results:
         """The cells of all seeds, and of all parts of a task, that are there for every variant."""
         found = []
         for seed in self.settings.seeds:
-            for first in range(0, 1 if what == "nll" else self.settings.cases, PART):
-                part = what if what == "nll" else f"{what}@{first}"
+            for first in range(0, 1 if what in SCORED else self.settings.cases, PART):
+                part = what if what in SCORED else f"{what}@{first}"
                 if all(f"{other}/{seed}/{part}" in self.cells for other in VARIANTS):
                     found.append(self.cells[f"{variant}/{seed}/{part}"])
         return found
@@ -338,27 +345,19 @@ def joined(cells: Sequence[Cell], key: str) -> list[float]:
 def table(results: Results) -> str:
     """Markdown: a row for each variant."""
     tasks = results.settings.tasks
-    rows = [
-        f"| experts | NLL | against {BASE} | each seed | KL | {' | '.join(tasks)} | all calls |",
-        "|---|---|---|---|---|" + "---|" * (len(tasks) + 1),
-    ]
-    base = results.of(BASE, "nll")
-    if not base:
+    heads = ["experts", "NLL", "text", f"against {BASE}", "each seed", "KL", f"against {BASE}", *tasks, "all calls"]
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    if not all(results.of(BASE, what) for what in SCORED):
         return "nothing is measured yet for all variants"
     for variant in VARIANTS:
-        cells = results.of(variant, "nll")
-        sums, tokens = joined(cells, "sums"), joined(cells, "tokens")
-        value, half = ratio(sums, tokens)
-        against = ""
-        if variant != BASE:
-            pairs = zip(sums, joined(base, "sums"), strict=True)
-            delta, spread = ratio([a - b for a, b in pairs], tokens)
-            against = f"{delta:+.5f} +- {spread:.5f}"
-        seeds = ", ".join(f"{ratio(c['sums'], c['tokens'])[0]:.5f}" for c in cells)
+        nll, text = (results.of(variant, what) for what in SCORED)
+        both = [*nll, *text]
+        base = [cell for what in SCORED for cell in results.of(BASE, what)]
+        seeds = ", ".join(f"{ratio(c['sums'], c['tokens'])[0]:.4f}" for c in text)
         shares = [share(results.of(variant, task)) for task in tasks]
         whole = share([cell for task in tasks for cell in results.of(variant, task)])
-        far = "{:.5f} +- {:.5f}".format(*ratio(joined(cells, "kl"), tokens))
-        numbers = [f"{value:.5f} +- {half:.5f}", against, seeds, far, *shares, whole]
+        numbers = [mean(nll, "sums"), mean(text, "sums"), against(text, results.of(BASE, "text"), "sums"), seeds]
+        numbers += [mean(both, "kl"), against(both, base, "kl"), *shares, whole]
         rows.append(f"| {variant} | {' | '.join(numbers)} |")
     legend = [f"* {variant}: {text}" for variant, text in VARIANTS.items()]
     s = results.settings
@@ -367,6 +366,19 @@ def table(results: Results) -> str:
         f" importance over about {s.calibration_tokens} tokens a seed."
     )
     return "\n".join([*rows, "", facts, "", *legend])
+
+
+def mean(cells: Sequence[Cell], key: str) -> str:
+    """Nats a token of all cells, with its interval."""
+    return "{:.5f} +- {:.5f}".format(*ratio(joined(cells, key), joined(cells, "tokens")))
+
+
+def against(cells: Sequence[Cell], base: Sequence[Cell], key: str) -> str:
+    """The difference to the same cells of another variant, document by document; empty for the variant itself."""
+    if cells == base:
+        return ""
+    pairs = zip(joined(cells, key), joined(base, key), strict=True)
+    return "{:+.5f} +- {:.5f}".format(*ratio([a - b for a, b in pairs], joined(cells, "tokens")))
 
 
 def share(cells: Sequence[Cell]) -> str:

@@ -74,22 +74,24 @@ def test_files_of_every_variant(done: Path) -> None:
 
 def test_what_is_measured(done: Path) -> None:
     cells = json.loads((done / "results.json").read_text("utf-8"))["cells"]
-    assert sorted(cells) == sorted(f"{variant}/1/nll" for variant in study.VARIANTS)
-    texts = study.nll_texts(1, 200)
+    assert sorted(cells) == sorted(f"{variant}/1/{what}" for variant in study.VARIANTS for what in study.SCORED)
+    texts = study.scored_texts(1, "nll", 200)
     for variant, name in ((v, f"{v}/1/nll") for v in study.VARIANTS):
         assert cells[name]["tokens"] == [len(places) for _, places in texts]
         per_token = sum(cells[name]["sums"]) / sum(cells[name]["tokens"])
         assert abs(per_token - math.log(4096)) < 3  # an untrained model knows nothing
         kl = sum(cells[name]["kl"])
         assert kl == 0 if variant == "bf16" else kl > 0
-    far = {v: sum(cells[f"{v}/1/nll"]["kl"]) for v in study.VARIANTS}
-    assert far["q8"] < far["q4"] < far["q2"]
+    for what in study.SCORED:
+        far = {v: sum(cells[f"{v}/1/{what}"]["kl"]) for v in study.VARIANTS}
+        assert far["q8"] < far["q4"] < far["q2"]
+    assert [len(ids) for ids, _ in study.scored_texts(1, "text", 200)] == [200]
 
 
 def test_calibration_is_of_the_training_split(done: Path) -> None:
     prompts = read_prompts(done / "calibration-1.jsonl")
     assert prompts
-    held_out = {str(ids) for ids, _ in study.nll_texts(1, 200)}
+    held_out = {str(ids) for ids, _ in study.scored_texts(1, "nll", 200)}
     assert not held_out & {str(prompt.text) for prompt in prompts}
 
 
