@@ -9,7 +9,7 @@ the training split), held-out conversations for the NLL, and held-out cases for 
 
 * NLL: nats a token over what the model itself writes in held-out conversations (tools, chat, arithmetic, recall).
 * text: the same over plain English, which the model predicts badly: there its probabilities are spread.
-* KL: how far the probabilities are from those of `bf16`, in nats a token, over both.
+* KL: how far the probabilities are from those of `bf16`, in nats a token, over the conversations and over the text.
 * calls: share of right answers of tools/tiny/evaluate.py's tasks, generated greedily.
 
 Intervals are 95 %: of NLL and KL from their spread over conversations, of differences to `q2` likewise, conversation by
@@ -59,9 +59,11 @@ VARIANTS = {
     "q4": "experts Q4_K, no importance",
     "q2": "gate and up IQ2_XXS, down Q2_K, no importance",
     "q2-energy": "the same, importance from the weights' own squares",
-    "q2-imatrix": "the same, importance from activations",
+    "q2-imatrix": "the same, importance from activations over conversations",
+    "q2-mixed": "the same, importance from activations over conversations and plain English",
     "q2-training": "the same types, codes of tools/tiny/quantize.py, which training rounded with",
 }
+ACTIVATIONS = ("q2-imatrix", "q2-mixed")
 BASE = "q2"
 """What differences are told against."""
 TOOL_TASKS = ("call", "parallel", "chain")
@@ -98,14 +100,18 @@ def dialogs(seed: int, split: str) -> Iterator[tuple[str, Any, Generator]]:
                 yield kind, generator.dialog(kind, 1200, 1200), generator
 
 
-def write_calibration(path: Path, seed: int, tokens: int) -> None:
-    """Conversations of the training split as lines of JSON, of about so many tokens."""
-    left = tokens
+def write_calibration(path: Path, seed: int, tokens: int, mixed: bool) -> None:
+    """Conversations of the training split as lines of JSON, of about so many tokens; half plain English if mixed."""
+    left, english = tokens, 0
     with replacing(path) as new, new.open("w", encoding="utf-8") as file:
         for _, dialog, generator in dialogs(CALIBRATION_SEED + seed, "train"):
             value = {"messages": dialog.messages, "thinking": dialog.thinking}
             file.write(json.dumps({**value, "tools": dialog.tools} if dialog.tools else value) + "\n")
-            left -= len(generator.encode(dialog, "tools")[0])
+            used = len(generator.encode(dialog, "tools")[0])
+            left, english = left - used, english + used
+            while mixed and english > 0:
+                file.write(json.dumps({"text": generator.filler.text(generator.rng, 200)}) + "\n")
+                left, english = left - 200, english - 200
             if left <= 0:
                 return
 
@@ -193,7 +199,7 @@ def write_model(
 
 def model_path(out: Path, variant: str, seed: int) -> Path:
     """Only importance from activations depends on the seed."""
-    return out / (f"{variant}-{seed}.gguf" if variant == "q2-imatrix" else f"{variant}.gguf")
+    return out / (f"{variant}-{seed}.gguf" if variant in ACTIVATIONS else f"{variant}.gguf")
 
 
 def prepare(weights: Path, out: Path, settings: Settings) -> None:
@@ -207,16 +213,16 @@ def prepare(weights: Path, out: Path, settings: Settings) -> None:
         path = model_path(out, variant, seed)
         if path.is_file():
             continue
-        importance = activations(out, seed, settings) if variant == "q2-imatrix" else None
+        importance = activations(out, variant, seed, settings) if variant in ACTIVATIONS else None
         write_model(path, shape, source, variant, importance)
         print(f"{path.name}: {path.stat().st_size} bytes", file=sys.stderr, flush=True)
 
 
-def activations(out: Path, seed: int, settings: Settings) -> imatrix.Imatrix:
-    """The importance matrix of the unrounded model over a seed's conversations."""
-    text, path = out / f"calibration-{seed}.jsonl", out / f"imatrix-{seed}.dat"
+def activations(out: Path, variant: str, seed: int, settings: Settings) -> imatrix.Imatrix:
+    """The importance matrix of the unrounded model over a seed's text."""
+    text, path = out / f"{variant}-{seed}.jsonl", out / f"{variant}-{seed}.dat"
     if not path.is_file():
-        write_calibration(text, seed, settings.calibration_tokens)
+        write_calibration(text, seed, settings.calibration_tokens, mixed=variant == "q2-mixed")
         config = EngineConfig(threads=1, checkpoint_interval=0)
         collect(ds4.load(model_path(out, "bf16", seed), "cpu", config=config), read_prompts(text), path)
     return imatrix.load(path)
@@ -345,19 +351,26 @@ def joined(cells: Sequence[Cell], key: str) -> list[float]:
 def table(results: Results) -> str:
     """Markdown: a row for each variant."""
     tasks = results.settings.tasks
-    heads = ["experts", "NLL", "text", f"against {BASE}", "each seed", "KL", f"against {BASE}", *tasks, "all calls"]
+    diff = f"against {BASE}"
+    heads = ["experts", "NLL", diff, "text", diff, "each seed", "KL", diff, "text KL", diff, *tasks, "all calls"]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     if not all(results.of(BASE, what) for what in SCORED):
         return "nothing is measured yet for all variants"
     for variant in VARIANTS:
         nll, text = (results.of(variant, what) for what in SCORED)
-        both = [*nll, *text]
-        base = [cell for what in SCORED for cell in results.of(BASE, what)]
+        base = {what: results.of(BASE, what) for what in SCORED}
         seeds = ", ".join(f"{ratio(c['sums'], c['tokens'])[0]:.4f}" for c in text)
         shares = [share(results.of(variant, task)) for task in tasks]
         whole = share([cell for task in tasks for cell in results.of(variant, task)])
-        numbers = [mean(nll, "sums"), mean(text, "sums"), against(text, results.of(BASE, "text"), "sums"), seeds]
-        numbers += [mean(both, "kl"), against(both, base, "kl"), *shares, whole]
+        numbers = [mean(nll, "sums"), against(nll, base["nll"], "sums")]
+        numbers += [mean(text, "sums"), against(text, base["text"], "sums"), seeds]
+        numbers += [
+            mean(nll, "kl"),
+            against(nll, base["nll"], "kl"),
+            mean(text, "kl"),
+            against(text, base["text"], "kl"),
+        ]
+        numbers += [*shares, whole]
         rows.append(f"| {variant} | {' | '.join(numbers)} |")
     legend = [f"* {variant}: {text}" for variant, text in VARIANTS.items()]
     s = results.settings

@@ -62,9 +62,10 @@ def test_files_of_every_variant(done: Path) -> None:
         "q2": two,
         "q2-energy": two,
         "q2-imatrix": two,
+        "q2-mixed": two,
         "q2-training": two,
     }
-    matrix = imatrix.load(done / "imatrix-1.dat")
+    matrix = imatrix.load(done / "q2-imatrix-1.dat")
     assert len(matrix.vectors) == 9
     blocks = {
         v: bytes(open_model(study.model_path(done, v, 1)).raw("blk.1.ffn_down_exps.weight")) for v in study.VARIANTS
@@ -89,10 +90,12 @@ def test_what_is_measured(done: Path) -> None:
 
 
 def test_calibration_is_of_the_training_split(done: Path) -> None:
-    prompts = read_prompts(done / "calibration-1.jsonl")
+    prompts = read_prompts(done / "q2-imatrix-1.jsonl")
     assert prompts
     held_out = {str(ids) for ids, _ in study.scored_texts(1, "nll", 200)}
     assert not held_out & {str(prompt.text) for prompt in prompts}
+    mixed = (done / "q2-mixed-1.jsonl").read_text("utf-8").splitlines()
+    assert {key for line in mixed for key in json.loads(line)} >= {"messages", "text"}
 
 
 def test_nothing_is_done_twice(
@@ -102,7 +105,9 @@ def test_nothing_is_done_twice(
     monkeypatch.setattr(study, "write_model", None)
     assert study.main(argv(weights, done)) == 0
     printed = capsys.readouterr().out
-    assert [line.split(" | ")[0] for line in printed.splitlines()[2:9]] == [f"| {v}" for v in study.VARIANTS]
+    assert [line.split(" | ")[0] for line in printed.splitlines()[2 : 2 + len(study.VARIANTS)]] == [
+        f"| {v}" for v in study.VARIANTS
+    ]
 
 
 def test_more_cases_are_added_part_by_part(
@@ -114,10 +119,10 @@ def test_more_cases_are_added_part_by_part(
     results.cells = json.loads((done / "results.json").read_text("utf-8"))["cells"]
     todo = results.todo()
     assert todo == [(v, 1, f"call@{first}") for first in (0, 20) for v in study.VARIANTS]
-    for number, (variant, seed, what) in enumerate(todo[:9]):
+    for number, (variant, seed, what) in enumerate(todo[: len(study.VARIANTS) + 2]):
         results.add(variant, seed, what, {"right": 10 + number, "cases": 20, "seconds": 0})
     again = study.Results(tmp_path / "results.json", settings)
-    assert again.todo() == todo[9:]
+    assert again.todo() == todo[len(study.VARIANTS) + 2 :]
     assert again.of("bf16", "call") == [{"right": 10, "cases": 20, "seconds": 0}]
     assert "| q8 | " in study.table(again)
     assert "11 / 20 = 55.0 %" in study.table(again)
