@@ -31,7 +31,7 @@ from ds4.errors import FileFormatError
 from ds4.files import replacing
 
 MAX_FILE = 8 << 30
-"""Bytes of a file that is read at all; that of the largest model has 1.9 GB."""
+"""Bytes of a file that is read at all; that of Pro has 1.6 GB."""
 MAX_ENTRIES = 1 << 20
 MAX_NAME = 4096
 
