@@ -49,6 +49,7 @@ def test_list_and_show(tmp_path: Path, chain: list[Entry], capsys: pytest.Captur
     shown = say(capsys, 0, "show", tmp_path / "kv", chain[-1].name[:8])
     assert f"{chain[1].name[:40]} (45 tokens)" in shown
     assert "tool calls:  1" in shown
+    assert "other, experts of 32 bits" in shown
     assert say(capsys, 0, "show", tmp_path / "kv", chain[0].name, "--text") == "<User>words" + "\0" * 20
     assert "no entry has a key" in say(capsys, 1, "show", tmp_path / "kv", "zzz")
 

@@ -62,6 +62,18 @@ def test_a_real_file_is_opened(draft, tmp_path):
     assert collect_problems(tmp_path / "a.gguf") == []
 
 
+@pytest.mark.parametrize(
+    ("types", "bits"), [((T.IQ2_XXS, T.Q2_K), 2), ((T.Q4_K, T.Q4_K), 4), ((T.MXFP4, T.MXFP4), 4), ((T.Q4_K, T.Q2_K), 2)]
+)
+def test_what_tells_states_apart(draft, tmp_path, types, bits):
+    made = draft(TINY, gate_up=types[0], down=types[1])
+    identity = open_model(made.write(tmp_path / "a.gguf")).identity()
+    assert identity.expert_bits == bits
+    assert open_model(tmp_path / "a.gguf").identity() == identity
+    made.set("general.name", "str", "other")
+    assert open_model(made.write(tmp_path / "b.gguf")).identity().weights != identity.weights
+
+
 def test_expert_types_may_differ_between_layers(draft):
     made = draft(FLASH)
     for layer in range(37, 43):

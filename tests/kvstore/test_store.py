@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ds4.engine import EngineConfig
-from ds4.engine.packing import ModelCodec
+from ds4.engine.packing import ModelCodec, fingerprint
 from ds4.errors import Ds4Error
+from ds4.gguf.file import Identity
 from ds4.kvstore.container import Reason, StoredCall, ToolTurn, file_name
 from ds4.kvstore.disk import INDEX_NAME, Files
 from ds4.kvstore.reading import Entry, verify
@@ -108,13 +111,13 @@ def test_a_snapshot_stays_while_its_session_goes_on(tmp_path: Path) -> None:
     session.rewind(64)
     session.sync([*ids[:64], *tokens(300, seed=6)])
     codec = ModelCodec(ENGINE)
-    parts = {part.key: bytes(part.read()) for part in codec.parts(snapshot, 0)}
+    parts = {part.key: b"".join(bytes(piece) for piece in part.pieces()) for part in codec.parts(snapshot, 0)}
     snapshot.release()
     session.close()
     other = ENGINE.session()
     other.sync(ids[:101])
     fresh = other.snapshot()
-    assert parts == {part.key: bytes(part.read()) for part in codec.parts(fresh, 0)}
+    assert parts == {part.key: b"".join(bytes(piece) for piece in part.pieces()) for part in codec.parts(fresh, 0)}
     fresh.release()
     assert torch.equal(other.logits, expected)
     other.close()
@@ -187,6 +190,22 @@ def test_states_of_other_models_are_not_taken(tmp_path: Path) -> None:
     (entry,) = other.entries()
     with pytest.raises(Ds4Error, match="another model"):
         other.load(entry)
+    assert (tmp_path / entry.name).exists()
+
+
+def test_all_that_changes_values_is_in_the_fingerprint() -> None:
+    identity = Identity("a", 2)
+    options: list[dict[str, Any]] = [
+        {},
+        {"identity": Identity("b", 2)},
+        {"identity": Identity("a", 4)},
+        {"shape": replace(SMALL, index_top_k=8)},
+        {"options": ["all"]},
+        {"steering": "a vector"},
+    ]
+    assert len({fingerprint(**{"shape": SMALL, "identity": identity, **some}) for some in options}) == len(options)
+    longer = replace(SMALL, context=2 * SMALL.context, name="other")
+    assert fingerprint(longer, identity) == fingerprint(SMALL, identity)
 
 
 def test_only_packed_states_are_stored() -> None:

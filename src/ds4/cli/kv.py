@@ -106,7 +106,7 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "bytes": entry.size,
         "key bytes": entry.key_bytes,
         "reason": entry.reason.name.lower(),
-        "model": f"{_MODELS.get(entry.model, 'other')}, fingerprint {entry.fingerprint}",
+        "model": f"{_MODELS.get(entry.model, 'other')}, {_experts(entry)}, fingerprint {entry.fingerprint}",
         "context": entry.context,
         "hits": entry.hits,
         "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created)),
@@ -183,6 +183,10 @@ def _text(store: Store, entry: Entry, limit: int | None) -> str:
 def _reading(store: Store, entry: Entry) -> Iterator[int]:
     with opened(store.files, entry.name) as found:
         yield found.fd
+
+
+def _experts(entry: Entry) -> str:
+    return f"experts of {entry.quant_bits} bits" if entry.quant_bits else "experts of unknown bits"
 
 
 def _bytes(count: int) -> str:

@@ -15,7 +15,9 @@ from ds4.engine.checkpoints import CheckpointBudget, CheckpointLike
 from ds4.engine.sample_rows import DeviceSampler, SampleRow, sample_rows
 from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
+from ds4.gguf.file import Identity
 from ds4.gguf.shape import Shape, expected_tensors
+from ds4.model.cache import ReceivedRows
 from ds4.model.deepseek_v4 import DeepseekV4, Edits, Slice, Taps
 from ds4.tokenizer import Tokenizer
 
@@ -162,6 +164,14 @@ class ModelRunner:
         """See `Runner`: the weights are shared, the pages of the rows are not."""
         return ModelRunner(DeepseekV4(self.model.weights, self.model.qat_sim, self.model.index_selection))
 
+    def prepare_packing(self) -> tuple[str, ...] | None:
+        """See `ds4.engine.packing.PackedRunner`."""
+        return (self.model.index_selection,) if self.model.qat_sim else None
+
+    def receive(self, length: int) -> ReceivedRows:
+        """See `ds4.engine.packing.PackedRunner`."""
+        return self.model.cache.receive(length)
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: the first step is as fast as the others."""
 
@@ -215,7 +225,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         config: EngineConfig | None = None,
         tensors: Mapping[str, Tensor] | None = None,
-        identity: str | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """`identity`: tells this model's weights from others of the same shape; None: a hash of `tensors`."""
         self.runner = runner
@@ -241,14 +251,16 @@ class Engine:
         return self._tokenizer is not None
 
     @property
-    def identity(self) -> str:
+    def identity(self) -> Identity:
         """What tells states of this model's weights from those of other weights of the same shape."""
         if self._identity is None:
+            if not self._tensors:
+                raise Ds4Error("nothing tells what this engine's weights are, so that its states cannot be stored")
             running = hashlib.blake2b(digest_size=16)
-            for name, tensor in sorted((self._tensors or {}).items()):
+            for name, tensor in sorted(self._tensors.items()):
                 running.update(name.encode())
                 running.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
-            self._identity = running.hexdigest()
+            self._identity = Identity(running.hexdigest(), 32)
         return self._identity
 
     def save_gguf(self, path: str | os.PathLike[str]) -> None:

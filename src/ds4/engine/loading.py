@@ -62,7 +62,7 @@ def load(
         if threads is not None:
             torch.set_num_threads(threads)
         runner, config = devices.load_runner(file, chosen, config or EngineConfig(), progress)
-        return Engine(runner, tokenizer, config)
+        return Engine(runner, tokenizer, config, identity=file.identity())
     weights = ModelWeights.load(FileSource(file, progress))
     model = DeepseekV4(weights, round_trips, index_selection)
     if threads is None and file.shape.hidden <= ONE_THREAD_HIDDEN:

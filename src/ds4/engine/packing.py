@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ds4.engine.engine import Engine, ModelRunner
+from ds4.engine.engine import Engine
 from ds4.engine.session import Snapshot
-from ds4.errors import Ds4Error
+from ds4.errors import Ds4Error, FileFormatError
+from ds4.gguf.file import Identity
 from ds4.gguf.shape import Shape
-from ds4.model.cache import Checkpoint, ExportedState, RowFormat, key_format, kv_format
+from ds4.model.cache import Checkpoint, RowFormat, key_format, kv_format
 
 PACKING_VERSION = 1
 """Part of the fingerprint: another one as soon as the meaning of a section changes."""
@@ -33,13 +35,15 @@ ROWS_FRONTIER, KEYS_FRONTIER, ROWS_PREVIOUS, KEYS_PREVIOUS = 7, 8, 9, 10
 APPENDED = frozenset({ROWS, KEYS, SCRIPT_PADDING, SCRIPT_TOKENS})
 """Kinds of which a whole state has the sections of all its segments, one after the other."""
 
-_ROW_KINDS = {"rows": ROWS, "keys": KEYS}
-_FRONTIER_KINDS = {
-    "rows": ROWS_FRONTIER,
-    "keys": KEYS_FRONTIER,
-    "rows.previous": ROWS_PREVIOUS,
-    "keys.previous": KEYS_PREVIOUS,
+_ROW_NAMES = {ROWS: "rows", KEYS: "keys"}
+_FRONTIER_NAMES = {
+    ROWS_FRONTIER: "rows",
+    KEYS_FRONTIER: "keys",
+    ROWS_PREVIOUS: "rows.previous",
+    KEYS_PREVIOUS: "keys.previous",
 }
+_ROW_KINDS = {name: kind for kind, name in _ROW_NAMES.items()}
+_FRONTIER_KINDS = {name: kind for kind, name in _FRONTIER_NAMES.items()}
 
 
 class SectionKey(NamedTuple):
@@ -51,11 +55,19 @@ class SectionKey(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A section to be written: what it is, its size in bytes, and what makes its bytes when they are needed."""
+    """A section to be written: what it is, its size in bytes, and what makes its bytes when they are needed.
+
+    They come in pieces, each of which is good until the next one is taken.
+    """
 
     key: SectionKey
     size: int
-    read: Callable[[], memoryview]
+    pieces: Callable[[], Iterator[memoryview]]
+
+    @classmethod
+    def of(cls, key: SectionKey, data: bytes | memoryview) -> Part:
+        """A section whose bytes are there."""
+        return cls(key, len(data), lambda: iter([memoryview(data)]))
 
 
 class Segment(NamedTuple):
@@ -66,14 +78,24 @@ class Segment(NamedTuple):
     sizes: Mapping[SectionKey, int]
 
 
-class Target(NamedTuple):
-    """Where the bytes of segments go: per segment a buffer for each section that is needed; then `finish`.
+Buffers = Generator[memoryview, None, None]
+Sink = Callable[[], Buffers]
+"""Makes the buffers that bytes go to, one after the other; who asks for the next one has filled the last."""
 
-    `finish` gives what `Session.import_state` takes, once the buffers are filled.
+
+class Target(NamedTuple):
+    """Where the bytes of segments go.
+
+    Attributes:
+        sinks: for each section that is needed, where its bytes go. For sections of kinds in `APPENDED` that are the
+            bytes of all segments, one behind the other, for others those of the last one.
+        finish: gives what `Session.import_state` takes with the tokens, once all of that is done.
+        abandon: gives back what is not going to be finished.
     """
 
-    buffers: list[dict[SectionKey, memoryview]]
+    sinks: dict[SectionKey, Sink]
     finish: Callable[[Sequence[int]], Any]
+    abandon: Callable[[], None] = lambda: None
 
 
 class StateCodec(Protocol):
@@ -92,12 +114,43 @@ class StateCodec(Protocol):
         ...
 
     def target(self, segments: Sequence[Segment]) -> Target:
-        """Buffers for the state that segments make, from token 0 on. Raises Ds4Error if their sizes are not right."""
+        """Buffers for the state that segments make, from token 0 on. Raises FileFormatError if their
+        sizes are not right, Ds4Error if there is no room."""
+        ...
+
+    def of(self, engine: Engine) -> StateCodec:
+        """The same for another engine over the same model, for whose sessions states are loaded from now on."""
+        ...
+
+
+class Receiver(Protocol):
+    """The compressed rows of a state that comes from elsewhere (see `ds4.model.cache.ReceivedRows`)."""
+
+    def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]: ...
+
+    def exported(self, checkpoint: Checkpoint) -> Any: ...
+
+    def release(self) -> None: ...
+
+
+@runtime_checkable
+class PackedRunner(Protocol):
+    """A runner whose states can be packed."""
+
+    def prepare_packing(self) -> tuple[str, ...] | None:
+        """Take the memory that packing needs; None: its states are not packed.
+
+        Returns what the values of its states depend on besides shape and weights.
+        """
+        ...
+
+    def receive(self, length: int) -> Receiver:
+        """Where the rows of a state of so many tokens can come in."""
         ...
 
 
 class ModelCodec:
-    """The codec of a model on the CPU; see `StateCodec`.
+    """The codec of a model; see `StateCodec`.
 
     Raises:
         Ds4Error: the engine's states are not packed (`qat_sim` is off).
@@ -105,11 +158,16 @@ class ModelCodec:
 
     def __init__(self, engine: Engine) -> None:
         runner = engine.runner
-        if not isinstance(runner, ModelRunner) or not runner.model.qat_sim:
+        options = runner.prepare_packing() if isinstance(runner, PackedRunner) else None
+        if not isinstance(runner, PackedRunner) or options is None:
             raise Ds4Error("only states of a model with its quantisation round trips (qat_sim) can be stored on disk")
-        self.shape = engine.shape
-        self.quant_bits = 0
-        self.fingerprint = fingerprint(engine.shape, engine.identity, str(runner.model.index_selection))
+        self.shape, self._runner = engine.shape, runner
+        self.quant_bits = engine.identity.expert_bits
+        self.fingerprint = fingerprint(engine.shape, engine.identity, options)
+
+    def of(self, engine: Engine) -> ModelCodec:
+        """See `StateCodec`."""
+        return ModelCodec(engine)
 
     def parts(self, snapshot: Snapshot, start: int) -> Iterator[Part]:
         """See `StateCodec`."""
@@ -117,37 +175,50 @@ class ModelCodec:
 
     def target(self, segments: Sequence[Segment]) -> Target:
         """See `StateCodec`."""
-        return target(self.shape, segments)
+        return target(self.shape, segments, self._runner.receive)
 
 
-def fingerprint(shape: Shape, identity: str, *options: str) -> bytes:
-    """The layout fingerprint, 16 bytes: of the shape, the round trips, the weights, and what changes the values."""
-    numbers = {key: value for key, value in asdict(shape).items() if key not in ("name", "context")}
-    said = json.dumps([PACKING_VERSION, numbers, "qat_sim", identity, *options], sort_keys=True)
-    return hashlib.blake2b(said.encode(), digest_size=16).digest()
+def fingerprint(shape: Shape, identity: Identity, options: Sequence[str] = (), steering: str | None = None) -> bytes:
+    """The layout fingerprint, 16 bytes: of the shape, the round trips, the weights, and what else changes the values.
+
+    Args:
+        options: as `PackedRunner.prepare_packing`.
+        steering: a hash of steering vectors and scales; None: none, as in this version.
+    """
+    said = {
+        "packing": PACKING_VERSION,
+        "shape": {key: value for key, value in asdict(shape).items() if key not in ("name", "context")},
+        "round trips": "qat_sim",
+        "weights": identity.weights,
+        "expert bits": identity.expert_bits,
+        "options": list(options),
+        "steering": steering,
+    }
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def pack(shape: Shape, snapshot: Snapshot, start: int) -> Iterator[Part]:
     """The sections of a packed state from token `start` on; rows are gathered when a section is read."""
-    checkpoint, rows, length = snapshot.checkpoint, snapshot.rows, len(snapshot.tokens)
-    for key, (size, _, _) in _expected(shape, Segment(start, length, {}), checkpoint.logits is not None).items():
-        yield Part(key, size, lambda key=key: _bytes(_tensor(shape, key, checkpoint, rows, start)))  # type: ignore[misc]
+    segment = Segment(start, len(snapshot.tokens), {})
+    for key, (size, _, _) in _expected(shape, segment, snapshot.checkpoint.logits is not None).items():
+        yield Part(key, size, partial(_pieces, shape, key, snapshot, start))
 
 
-def _tensor(shape: Shape, key: SectionKey, checkpoint: Checkpoint, rows: Any, start: int) -> Tensor:
+def _pieces(shape: Shape, key: SectionKey, snapshot: Snapshot, start: int) -> Iterator[memoryview]:
+    checkpoint: Checkpoint = snapshot.checkpoint
     kind, layer, plane = key
-    if kind == LOGITS:
+    if kind in _ROW_NAMES:
+        ratio = shape.ratios[layer]
+        first, end = start // ratio, checkpoint.length // ratio
+        for piece in snapshot.rows.pieces(layer, _ROW_NAMES[kind], plane, first, end):
+            yield _bytes(piece)
+    elif kind == LOGITS:
         assert checkpoint.logits is not None
-        return checkpoint.logits
-    if kind == WINDOW:
-        return checkpoint.window[plane]
-    for name, number in _ROW_KINDS.items():
-        if kind == number:
-            ratio = shape.ratios[layer]
-            planes: tuple[Tensor, ...] = rows.read(layer, name, start // ratio, checkpoint.length // ratio)
-            return planes[plane]
-    name = next(name for name, number in _FRONTIER_KINDS.items() if number == kind)
-    return checkpoint.frontier[layer, name]
+        yield _bytes(checkpoint.logits)
+    elif kind == WINDOW:
+        yield _bytes(checkpoint.window[plane])
+    else:
+        yield _bytes(checkpoint.frontier[layer, _FRONTIER_NAMES[kind]])
 
 
 _Spec = tuple[int, tuple[int, ...], torch.dtype]
@@ -189,48 +260,43 @@ def _expected(shape: Shape, segment: Segment, logits: bool) -> dict[SectionKey, 
     return found
 
 
-def target(shape: Shape, segments: Sequence[Segment]) -> Target:
-    """Buffers for the packed state that segments make (see `StateCodec.target`). Raises Ds4Error."""
-    end, position = segments[-1], 0
-    tensors: dict[SectionKey, Tensor] = {}
-    filled: dict[SectionKey, int] = {}
-    buffers: list[dict[SectionKey, memoryview]] = []
-    expected = [_expected(shape, segment, SectionKey(LOGITS) in segment.sizes) for segment in segments]
-    for segment, wanted in zip(segments, expected, strict=True):
+def target(shape: Shape, segments: Sequence[Segment], receive: Callable[[int], Receiver]) -> Target:
+    """Buffers for the packed state that segments make (see `StateCodec.target`). Raises FileFormatError."""
+    position = 0
+    for segment in segments:
         if segment.start != position or segment.length < segment.start:
-            raise Ds4Error(f"a segment starts at token {segment.start}, but the one before ends at {position}")
+            raise FileFormatError(f"a segment starts at token {segment.start}, but the one before ends at {position}")
         position = segment.length
+        wanted = _expected(shape, segment, SectionKey(LOGITS) in segment.sizes)
         if {key: spec[0] for key, spec in wanted.items()} != dict(segment.sizes):
-            raise Ds4Error(f"the sections of the segment up to token {segment.length} do not have this model's sizes")
-    for key, (_, size, dtype) in expected[-1].items():
-        if key.kind in (ROWS, KEYS):
-            size = (end.length // shape.ratios[key.layer], size[1])
-        tensors[key] = torch.empty(size, dtype=dtype)
-    for i, wanted in enumerate(expected):
-        mine = {}
-        for key, (nbytes, _, _) in wanted.items():
-            is_row = key.kind in (ROWS, KEYS)
-            if is_row or i == len(segments) - 1:
-                offset = filled.get(key, 0)
-                mine[key] = _bytes(tensors[key])[offset : offset + nbytes]
-                filled[key] = offset + nbytes if is_row else 0
-        buffers.append(mine)
-    return Target(buffers, lambda tokens: _exported(shape, end.length, tensors))
+            raise FileFormatError(
+                f"the sections of the segment up to token {segment.length} do not have this model's sizes"
+            )
+    rows = receive(position)
+    tensors: dict[SectionKey, Tensor] = {}
+    sinks: dict[SectionKey, Sink] = {}
+    for key, (_, size, dtype) in wanted.items():
+        if key.kind in _ROW_NAMES:
+            sinks[key] = partial(_row_buffers, rows, key)
+        else:
+            tensors[key] = torch.empty(size, dtype=dtype)
+            sinks[key] = partial(_buffer, tensors[key])
+    return Target(sinks, lambda tokens: rows.exported(_checkpoint(shape, position, tensors)), rows.release)
 
 
-def _exported(shape: Shape, length: int, tensors: Mapping[SectionKey, Tensor]) -> ExportedState:
+def _row_buffers(rows: Receiver, key: SectionKey) -> Buffers:
+    for piece in rows.pieces(key.layer, _ROW_NAMES[key.kind], key.plane):
+        yield _bytes(piece)
+
+
+def _buffer(tensor: Tensor) -> Buffers:
+    yield _bytes(tensor)
+
+
+def _checkpoint(shape: Shape, length: int, tensors: Mapping[SectionKey, Tensor]) -> Checkpoint:
     window = tuple(tensors[SectionKey(WINDOW, 0, plane)] for plane in range(len(kv_format(shape, True).widths)))
-    frontier, rows = {}, {}
-    for layer in range(shape.layers):
-        for name, kind in _FRONTIER_KINDS.items():
-            if (found := tensors.get(SectionKey(kind, layer))) is not None:
-                frontier[layer, name] = found
-        for name, kind in _ROW_KINDS.items():
-            how = kv_format(shape, True) if name == "rows" else key_format(shape, True)
-            if SectionKey(kind, layer) in tensors:
-                rows[layer, name] = tuple(tensors[SectionKey(kind, layer, plane)] for plane in range(len(how.widths)))
-    checkpoint = Checkpoint(length, window, frontier, tensors.get(SectionKey(LOGITS)))
-    return ExportedState(0, checkpoint, rows, (shape, True))
+    frontier = {(key.layer, _FRONTIER_NAMES[key.kind]): tensors[key] for key in tensors if key.kind in _FRONTIER_NAMES}
+    return Checkpoint(length, window, frontier, tensors.get(SectionKey(LOGITS)))
 
 
 def _bytes(tensor: Tensor) -> memoryview:

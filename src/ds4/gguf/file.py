@@ -10,10 +10,11 @@ import importlib.resources
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES
 
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.gguf.check import check
@@ -22,6 +23,7 @@ from ds4.gguf.keys import QAT_SIM_KEY, TOKENIZER_PREFIX
 from ds4.gguf.shape import Shape
 
 __all__ = [
+    "Identity",
     "Inspection",
     "ModelFile",
     "TensorInfo",
@@ -35,6 +37,19 @@ EMBEDDED_MODEL = "ds4-tiny.gguf"
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 """How many places of the weights count in a model's identity, and how many bytes at each."""
+
+
+class Identity(NamedTuple):
+    """What tells the states of a model from those of others of the same shape.
+
+    Attributes:
+        weights: a hash of them.
+        expert_bits: of a routed expert's weight, rounded down: 2 for IQ2_XXS and Q2_K, 4 for Q4_K and MXFP4, and so
+            on, the least if there are several; 0: not known.
+    """
+
+    weights: str
+    expert_bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,10 +84,11 @@ class ModelFile:
         """Whether the model wants the quantisation round trips of training (files that do not say: yes)."""
         return bool(self.metadata.get(QAT_SIM_KEY, True))
 
-    def identity(self) -> str:
-        """A hash that tells this model from others: of the header, and of samples of the weights, so that it is quick.
+    def identity(self) -> Identity:
+        """What tells this model from others.
 
-        Files that differ in a few weights only may have the same one.
+        The hash is of the header and of samples of the weights, so that it is quick: files that differ in a few weights
+        only may have the same one.
         """
         first = min((info.offset for info in self.tensors.values()), default=self.data.size)
         size = self.data.size
@@ -81,7 +97,8 @@ class ModelFile:
         for i in range(_SAMPLES):
             start = first + (size - first) * i // _SAMPLES
             running.update(self.data[start : start + _SAMPLE_BYTES].tobytes())
-        return running.hexdigest()
+        sizes = [GGML_QUANT_SIZES[info.type] for name, info in self.tensors.items() if name.endswith("_exps.weight")]
+        return Identity(running.hexdigest(), min((8 * size // values for values, size in sizes), default=0))
 
     @property
     def has_tokenizer(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 log = logging.getLogger("ds4.kvstore")
 
-_SCHEMA = 1
+_SCHEMA = 2
 _TIMEOUT = 5.0
 _SELECT = "SELECT name, size, mtime, version, value FROM entry"
 

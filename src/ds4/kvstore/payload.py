@@ -28,6 +28,7 @@ assert HEAD_BYTES == 96
 MAX_SECTIONS = 16_384
 
 NO_PARENT = bytes(20)
+_PIECE = 8192
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,14 @@ def unpack_head(data: bytes) -> PayloadHead:
 
 def check_section(section: Section, data: bytes | memoryview) -> None:
     """Raise FileFormatError if these are not the section's bytes."""
-    if len(data) != section.size or zlib.crc32(data) != section.crc:
+    if len(data) != section.size:
+        raise FileFormatError("the file was cut off")
+    check_crc(section, zlib.crc32(data))
+
+
+def check_crc(section: Section, crc: int) -> None:
+    """Raise FileFormatError if this is not the CRC-32 of the section's bytes."""
+    if crc != section.crc:
         kind, layer, plane = section.key
         raise FileFormatError(f"the checksum of section {kind} (layer {layer}, plane {plane}) is wrong: it is damaged")
 
@@ -164,4 +172,8 @@ def read_tokens(data: bytes | memoryview) -> list[int]:
 
 def token_digest(tokens: Sequence[int]) -> bytes:
     """The hash of token ids, 16 bytes: BLAKE2b of them as u32."""
-    return hashlib.blake2b(token_bytes(tokens), digest_size=16).digest()
+    running = hashlib.blake2b(digest_size=16)
+    # In pieces, as no other thread runs while one is made.
+    for start in range(0, len(tokens), _PIECE):
+        running.update(token_bytes(tokens[start : start + _PIECE]))
+    return running.digest()

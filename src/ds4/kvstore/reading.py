@@ -46,7 +46,7 @@ class Entry:
         name: of the file, the SHA-1 of the key bytes.
         size: bytes of the file.
         mtime_ns: when it was written.
-        reason, model, tokens, hits, context, created, used: as in its header.
+        reason, model, quant_bits, tokens, hits, context, created, used: as in its header.
         key_bytes: length of its key.
         fingerprint, id, parent_id, digest: as in its payload, in hex.
         start, parent: the tokens of the entry it builds on, and its name; 0 and None: it is whole.
@@ -59,6 +59,7 @@ class Entry:
     mtime_ns: int
     reason: Reason
     model: int
+    quant_bits: int
     tokens: int
     hits: int
     context: int
@@ -158,10 +159,10 @@ class OpenEntry:
                 which, length, hash = way
                 ways.append((str(which), int(length), str(hash)))
         return Entry(
-            self.name, self.size, os.fstat(self.fd).st_mtime_ns, header.reason, header.model, header.tokens,
-            header.hits, header.context, header.created, header.used, self.key_bytes, head.fingerprint.hex(),
-            head.id.hex(), head.parent_id.hex(), head.token_digest.hex(), head.start, head.parent,
-            bool(header.flags & Flags.TOOL_MAP), tuple(ways),
+            self.name, self.size, os.fstat(self.fd).st_mtime_ns, header.reason, header.model, header.quant_bits,
+            header.tokens, header.hits, header.context, header.created, header.used, self.key_bytes,
+            head.fingerprint.hex(), head.id.hex(), head.parent_id.hex(), head.token_digest.hex(), head.start,
+            head.parent, bool(header.flags & Flags.TOOL_MAP), tuple(ways),
         )  # fmt: skip
 
 

@@ -14,21 +14,18 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds4.engine.packing import StateCodec
+from ds4.engine.packing import APPENDED, SectionKey, Sink, StateCodec
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.kvstore.container import Reason, ToolTurn, file_name, is_file_name
 from ds4.kvstore.disk import INDEX_NAME, Files, Found, read_into
 from ds4.kvstore.index import Index
-from ds4.kvstore.payload import (
-    check_section,
-    has_logits,
-    token_digest,
-)
+from ds4.kvstore.payload import check_crc, has_logits, token_digest
 from ds4.kvstore.policy import Candidate, choose_victims
 from ds4.kvstore.reading import Entry, OpenEntry, open_fd, opened
 from ds4.kvstore.writing import NewFile, NewState
@@ -42,6 +39,7 @@ _SETTLED_NS = 100_000_000
 """A directory that changed so lately may change again without another time stamp."""
 
 _THREADS = min(8, os.cpu_count() or 1)
+_ONE_THREAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -265,40 +263,47 @@ class Store:
         Raises:
             Ds4Error: the state is not there any more, or damaged.
         """
-        if self.codec is None:
-            raise Ds4Error("states can be loaded only for a model")
+        if not self.same_model(entry) or self.codec is None:
+            raise Ds4Error(f"{entry.name} is a state of another model")
         with self.open_chain(entry) as chain:
             stored = self._stored(entry, chain)
             with self._blaming(entry.name):
-                if chain[-1].head.fingerprint != self.codec.fingerprint:
-                    raise FileFormatError("the state is one of another model")
-                try:
-                    target = self.codec.target([part.head.segment for part in chain])
-                except FileFormatError:
-                    raise
-                except Ds4Error as error:
-                    raise FileFormatError(str(error)) from None
-            work = [
-                (part, i, buffers[section.key])
-                for part, buffers in zip(chain, target.buffers, strict=True)
-                for i, section in enumerate(part.head.sections)
-                if section.key in buffers
-            ]
-            if sum(len(buffer) for _, _, buffer in work) < 16 << 20:
-                for task in work:
-                    self._fill(*task)
-            else:
-                with ThreadPoolExecutor(_THREADS) as pool:
-                    for done in [pool.submit(self._fill, *task) for task in work]:
-                        done.result()
-            with self._blaming(entry.name):
-                return stored, target.finish(stored.tokens)
+                target = self.codec.target([part.head.segment for part in chain])
+            try:
+                self._fill_all([(_sources(chain, key), sink) for key, sink in target.sinks.items()])
+                with self._blaming(entry.name):
+                    return stored, target.finish(stored.tokens)
+            except BaseException:
+                target.abandon()
+                raise
 
-    def _fill(self, part: OpenEntry, index: int, buffer: memoryview) -> None:
-        with self._blaming(part.name):
-            if read_into(part.fd, buffer, part.offsets[index]) != len(buffer):
-                raise FileFormatError("the file was cut off")
-            check_section(part.head.sections[index], buffer)
+    def _fill_all(self, work: list[tuple[list[tuple[OpenEntry, int]], Sink]]) -> None:
+        if sum(part.head.sections[i].size for sources, _ in work for part, i in sources) < _ONE_THREAD_BYTES:
+            for task in work:
+                self._fill(*task)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for done in [pool.submit(self._fill, *task) for task in work]:
+                done.result()
+
+    def _fill(self, sources: list[tuple[OpenEntry, int]], sink: Sink) -> None:
+        """Read sections one behind the other into buffers, and check them."""
+        with contextlib.closing(sink()) as buffers:
+            buffer = memoryview(b"")
+            for part, i in sources:
+                section, at, crc = part.head.sections[i], part.offsets[i], 0
+                left = section.size
+                with self._blaming(part.name):
+                    while left:
+                        buffer = buffer or next(buffers)
+                        piece, buffer = buffer[:left], buffer[left:]
+                        if read_into(part.fd, piece, at) != len(piece):
+                            raise FileFormatError("the file was cut off")
+                        crc, at, left = zlib.crc32(piece, crc), at + len(piece), left - len(piece)
+                    check_crc(section, crc)
+            # Who fills the last one says so by asking for the next.
+            unfilled = len(buffer) + sum(map(len, buffers))
+            assert not unfilled
 
     @contextlib.contextmanager
     def open_chain(self, entry: Entry) -> Iterator[list[OpenEntry]]:
@@ -534,3 +539,9 @@ class Store:
             if entry is not None:
                 self._evicted(entry)
         return True
+
+
+def _sources(chain: Sequence[OpenEntry], key: SectionKey) -> list[tuple[OpenEntry, int]]:
+    """The sections that make one of a whole state: their files, and their places in the tables of these."""
+    parts = chain if key.kind in APPENDED else chain[-1:]
+    return [(part, i) for part in parts for i, section in enumerate(part.head.sections) if section.key == key]

@@ -52,8 +52,8 @@ class NewFile:
         ids = token_bytes(state.tokens[self.start :])
         meta = json.dumps(state.meta).encode()
         self.parts = [
-            Part(SectionKey(META), len(meta), lambda: memoryview(meta)),
-            Part(SectionKey(TOKENS), len(ids), lambda: memoryview(ids)),
+            Part.of(SectionKey(META), meta),
+            Part.of(SectionKey(TOKENS), ids),
             *state.parts(self.start),
         ]
         self.tool_map = pack_tool_map(state.turns)
@@ -62,16 +62,18 @@ class NewFile:
         self.size = self.front + self.payload + len(self.tool_map)
 
     def write(self, files: Files, fd: int, now: int, context: int, model: int) -> PayloadHead:
-        """Write all of it; one section at a time is in memory."""
+        """Write all of it; one piece of a section at a time is in memory."""
         at = self.front + head_size(len(self.parts))
         sections = []
         for part in self.parts:
-            data = part.read()
-            if len(data) != part.size:
-                raise Ds4Error(f"section {part.key} has {len(data)} bytes instead of {part.size}")
-            files.write(fd, data, at)
-            sections.append(Section(part.key, part.size, zlib.crc32(data)))
-            at += part.size
+            crc = size = 0
+            for piece in part.pieces():
+                files.write(fd, piece, at + size)
+                crc, size = zlib.crc32(piece, crc), size + len(piece)
+            if size != part.size:
+                raise Ds4Error(f"section {part.key} has {size} bytes instead of {part.size}")
+            sections.append(Section(part.key, size, crc))
+            at += size
         if self.tool_map:
             files.write(fd, self.tool_map, at)
         tokens, parent = self.state.tokens, self.parent

@@ -13,7 +13,7 @@ Rows are stored packed where the quantisation round trips are on (`qat_sim`), as
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ FREE_TRUNCATION = 16
 
 _SLACK = FREE_TRUNCATION + 1  # one more, so that the last kept token can be evaluated again for its logits
 PAGE_ROWS = 64
+_PIECE_ROWS = 16_384  # of a held plane that are gathered at once
 
 Planes = tuple[Tensor, ...]
 
@@ -205,24 +206,49 @@ class ExportedState:
 class HeldRows:
     """The compressed rows of a sequence as they were when `SequenceState.hold` was called, whatever becomes of it.
 
-    `read` may be called from another thread than the one that steps the sequence: pages that more than one holds are
+    `pieces` may be called from another thread than the one that steps the sequence: pages that more than one holds are
     never written to. `release` must be called by the thread that steps.
     """
 
     def __init__(self, pools: dict[int, RowPool], ratios: Sequence[int], pages: dict[int, list[int]]) -> None:
         self._pools, self._ratios, self._pages = pools, ratios, pages
 
-    def read(self, layer: int, kind: str, first: int, end: int) -> Planes:
-        """Rows first .. end - 1 of a layer, packed: planes [rows, width]."""
+    def pieces(self, layer: int, kind: str, plane: int, first: int, end: int) -> Iterator[Tensor]:
+        """Rows first .. end - 1 of a plane, [rows, width] in pieces, each to be used before the next is taken."""
         ratio = self._ratios[layer]
-        index = torch.arange(first, end)
         table = torch.tensor(self._pages[ratio], dtype=torch.int64)
-        places = table[index // PAGE_ROWS] * PAGE_ROWS + index % PAGE_ROWS
-        return tuple(plane[places] for plane in self._pools[ratio].planes(layer, kind))
+        for at in range(first, end, _PIECE_ROWS):
+            index = torch.arange(at, min(at + _PIECE_ROWS, end))
+            places = table[index // PAGE_ROWS] * PAGE_ROWS + index % PAGE_ROWS
+            yield self._pools[ratio].planes(layer, kind)[plane][places]
 
     def release(self) -> None:
         """Give the pages back; nothing can be read any more."""
         _release_pages(self._pools, self._pages)
+
+
+class ReceivedRows:
+    """The rows of a state that comes from elsewhere, as its bytes arrive."""
+
+    def __init__(self, cache: KVCache, length: int) -> None:
+        self._cache, self._length = cache, length
+        self._rows: dict[tuple[int, str], Planes] = {}
+        for layer in cache.layers or ():
+            for kind in cache.frontier_kinds(layer):
+                how = cache.row_format if kind == "rows" else cache.key_format
+                self._rows[layer, kind] = how.empty(length // cache.shape.ratios[layer])
+
+    def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]:
+        """Where the rows of a plane go, [rows, width] in pieces; who asks for the next one has filled the last."""
+        yield self._rows[layer, kind][plane]
+
+    def exported(self, checkpoint: Checkpoint) -> ExportedState:
+        """The whole state, once all rows are there."""
+        return ExportedState(0, checkpoint, self._rows, (self._cache.shape, self._cache.qat_sim))
+
+    def release(self) -> None:
+        """It is not going to be used."""
+        self._rows.clear()
 
 
 @dataclass
@@ -251,6 +277,10 @@ class KVCache:
     def new_state(self) -> SequenceState:
         """The state of an empty sequence."""
         return SequenceState(self)
+
+    def receive(self, length: int) -> ReceivedRows:
+        """Where the rows of a state of so many tokens can come in."""
+        return ReceivedRows(self, length)
 
     def frontier_kinds(self, layer: int) -> dict[str, int]:
         """The compressors of a layer: kind -> width of a row."""
@@ -498,6 +528,8 @@ class SequenceState:
         """Continue with an exported state. This sequence must hold the first `exported.start` tokens of it."""
         if exported.layout != (self.cache.shape, self.cache.qat_sim):
             raise Ds4Error("the state is one of another model, or of one with other round trips (qat_sim)")
+        if exported.rows.keys() != self._frontier.keys():
+            raise Ds4Error("the state's rows are not here, but in the memory of a device")
         if self.length < exported.start:
             raise ValueError(f"the rows start at token {exported.start}, but only {self.length} tokens are here")
         self._drop_rows(exported.start)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from ds4.chat.message import ToolCall
-from ds4.engine import Session, Snapshot
+from ds4.engine import Engine, Session, Snapshot
 from ds4.engine.packing import StateCodec
 from ds4.errors import Ds4Error
 from ds4.kvstore.container import Reason, StoredCall, ToolTurn
@@ -37,6 +37,9 @@ from ds4.server.trace import Trace
 from ds4.tokenizer import Tokenizer
 
 log = logging.getLogger("ds4.server")
+
+SWITCH_SECONDS = 0.0005
+"""How long the thread that writes may keep the interpreter from the worker: Python's 5 ms are felt in a step."""
 
 _MAX_WAITING = 16
 """States that may wait to be written; more are not stored, as they keep memory from being freed."""
@@ -267,6 +270,14 @@ class DiskCache:
         for slot in slots:
             if not slot.spare:
                 self._save(slot, Reason.SHUTDOWN, 0)
+
+    def follow(self, engine: Engine) -> None:
+        """Sessions are those of another engine from now on."""
+        try:
+            if self.store is not None and self.store.codec is not None:
+                self.store.codec = self.store.codec.of(engine)
+        except Ds4Error as error:
+            log.warning("stored states are not loaded any more: %s", error)
 
     def failed(self, running: Running) -> None:
         """A request failed. If that was in its prompt, a stored state that it went on from is not tried again."""

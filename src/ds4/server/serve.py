@@ -27,6 +27,7 @@ from ds4.server.api.models import model_id
 from ds4.server.app import create_app
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
+from ds4.server.disk import SWITCH_SECONDS
 from ds4.server.edges import MAX_HEADER_BYTES, read_key_file
 from ds4.server.scripted import load_script, scripted_backend
 from ds4.server.trace import Trace
@@ -63,6 +64,8 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
         log.warning(
             "no API key is set: everybody who can reach %s can use this server; see --api-key-file in --help", host
         )
+    if config.kv_disk_dir is not None:
+        sys.setswitchinterval(SWITCH_SECONDS)
     worker.start()
     log.info("%s ready on http://%s:%d", backend.name, f"[{host}]" if ":" in host else host, port)
     try:

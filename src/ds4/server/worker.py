@@ -265,6 +265,7 @@ class Worker:
                 self._replies.refuse(running.job, 503, DEFECT)
             self._end()
             return
+        self.disk.follow(self.engine)
         self.metrics.evicted("stuck", len(self._slots.slots))
         self.metrics.stuck_steps.inc()
         self._slots = self._new_slots()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+import ds4
 from ds4.engine import Engine, EngineConfig, Sampler, SampleRow, Sampling
 from ds4.engine.device import load_runner
+from ds4.engine.packing import ModelCodec
 from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
+from ds4.gguf import writer
 from ds4.gguf.file import ModelFile, embedded_model_path, open_model
 from ds4.gguf.shape import FLASH, Shape
-from ds4.gguf.writer import save
 from ds4.model.cuda import plan
 from ds4.model.cuda.forward import DeviceModel, StepBuffers
 from ds4.model.cuda.pool import DeviceCache
@@ -24,6 +27,7 @@ from ds4.model.cuda.sampling import TokenSampler
 from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes
 from ds4.ops.kernels.attention import splits_for
 from tests.helpers import random_tensors
+from tests.kvstore.helpers import open_store, restore, save
 
 SHAPE = Shape(
     name="custom",
@@ -46,13 +50,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
             kinds[name] = GGMLQuantizationType.MXFP4
             tensors[name] = stored.raw(name).view(*tensors[name].shape[:-1], -1)
     path = tmp_path_factory.mktemp("model") / "small.gguf"
-    save(path, SHAPE, tensors, types=kinds)
+    writer.save(path, SHAPE, tensors, types=kinds)
     return open_model(path)
 
 
 def load(file: ModelFile, device: str, config: EngineConfig = CONFIG) -> Engine:
     runner, config = load_runner(file, torch.device(device), config, room=ROOM)
-    return Engine(runner, None, config)
+    return Engine(runner, None, config, identity=file.identity())
 
 
 def test_the_plan_reaches_the_runner(file: ModelFile, device: str) -> None:
@@ -92,6 +96,28 @@ def test_sessions_against_a_computation_from_nothing(file: ModelFile, device: st
     assert torch.equal(fresh.logits, behind_five)
     session.import_state(IDS, fresh.export())
     assert torch.equal(session.logits, behind_five)
+
+
+def test_states_on_disk_go_on_to_the_bit(file: ModelFile, device: str, tmp_path: Path) -> None:
+    engine = load(file, device)
+    session = engine.session()
+    session.sync(IDS)
+    store = open_store(tmp_path, engine)
+    entry = save(store, session)
+    assert entry is not None
+    assert (store.files.path / entry.name).read_bytes()[4] == 4  # bits of the routed experts
+    # A step was lost: what comes from the file goes to the engine that took its place.
+    other = engine.renew()
+    assert store.codec is not None
+    store.codec = store.codec.of(other)
+    again = restore(store, other, entry)
+    assert again.tokens == IDS
+    assert torch.equal(again.logits, session.logits)
+    assert torch.equal(again.step(7), session.step(7))
+    # Its values are those of the kernels.
+    quality = load(file, device, replace(CONFIG, quality=True))
+    fingerprints = {ModelCodec(e).fingerprint for e in (engine, other, quality, ds4.load(file.path, "cpu"))}
+    assert len(fingerprints) == 3
 
 
 def nbytes(*held: object) -> int:

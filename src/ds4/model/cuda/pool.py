@@ -18,8 +18,9 @@ which copy from and to the host.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import Shape
 from ds4.model.cache import FREE_TRUNCATION, PAGE_ROWS, Checkpoint, ExportedState, Planes, check_round_trips
+from ds4.model.cuda.transfer import ExportedPages, HeldPages, Lanes, ReceivedPages
 
 _SLACK = FREE_TRUNCATION + 1
 _BATCH = 64  # pages that are moved at once
@@ -95,9 +97,13 @@ class PagePool:
         self._records = torch.zeros((pages, size), dtype=torch.uint8, device=self.device)
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
+        self.held: list[HeldPages] = []
+        """What holds pages for a file, the oldest first; the cache's."""
 
     def allocate(self) -> int:
         """A page of its own. Raises Ds4Error if there is none left."""
+        while not self._free and self._reclaim():
+            pass
         if not self._free:
             raise Ds4Error(
                 f"the KV pool is full: all {len(self._references)} pages of {PAGE_ROWS} rows are in use; "
@@ -121,12 +127,21 @@ class PagePool:
 
     def own(self, page: int) -> int:
         """This page if nobody else holds it, else a copy of it in its place."""
+        while self._references[page] > 1 and not self._free and self._reclaim():
+            pass
         if self._references[page] == 1:
             return page
         copy = self.allocate()
         self._records[copy] = self._records[page]
         self.release([page])
         return copy
+
+    def _reclaim(self) -> bool:
+        """Take back pages that are held for a file only: a conversation needs them; False if there are none."""
+        if not self.held:
+            return False
+        self.held[0].revoke()
+        return True
 
     @property
     def used_pages(self) -> int:
@@ -147,6 +162,20 @@ class PagePool:
             shape = (self._records.shape[0], PAGE_ROWS, spec.width)
             result.append(whole.as_strided(shape, (self.page_bytes // size, spec.width, 1), offset // size))
         return tuple(result)
+
+    def spec(self, layer: int, kind: str, plane: int) -> PlaneSpec:
+        """What a plane is."""
+        return self._offsets[layer, kind][plane][1]
+
+    def strip(self, layer: int, kind: str, plane: int) -> Tensor:
+        """A plane as words, int64 [pages, words of 64 rows]; it shares the pool's memory."""
+        offset, spec = self._offsets[layer, kind][plane]
+        return self._records[:, offset : offset + PAGE_ROWS * spec.nbytes].view(torch.int64)
+
+    def raw(self, layer: int, kind: str, plane: int) -> Tensor:
+        """A plane as bytes, uint8 [pages, 64, bytes of a row]; it shares the pool's memory."""
+        offset, spec = self._offsets[layer, kind][plane]
+        return self._records[:, offset : offset + PAGE_ROWS * spec.nbytes].view(-1, PAGE_ROWS, spec.nbytes)
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Records of pages, uint8 [pages, page_bytes] on the host."""
@@ -178,7 +207,8 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         else:
             result.append(t.clone())
     if any(t.is_cuda for t in tensors):
-        torch.cuda.synchronize(tensors[0].device)
+        # Not the whole device: other streams may be at work for a file.
+        torch.cuda.current_stream(tensors[0].device).synchronize()
     return result
 
 
@@ -225,6 +255,18 @@ class DeviceCache:
                 size = (len(layers_of), slots, 2, coff * ratio + FREE_TRUNCATION, coff * width)
                 self._rings[ratio, kind] = torch.zeros(size, device=device)
         self._free = list(range(slots - 1, -1, -1))
+        self.held: list[HeldPages] = []
+        for pool in self.pools.values():
+            pool.held = self.held
+
+    @functools.cached_property
+    def lanes(self) -> Lanes:
+        """What rows go through on their way to files and back; its memory is taken when it is first asked for."""
+        return Lanes(self.device)
+
+    def receive(self, length: int) -> ReceivedPages:
+        """Pages that the rows of a state of so many tokens can come into. Raises Ds4Error if there are not enough."""
+        return ReceivedPages(self, length)
 
     def kinds(self, layer: int) -> dict[str, int]:
         """The compressors of a layer: kind -> channels of a row."""
@@ -366,7 +408,21 @@ class DeviceState:
     def _live(self, n: int) -> Tensor:
         """Places in the window ring of the rows that a sequence of n tokens still needs."""
         first = max(0, n - self.cache.shape.window + 1)
-        return (torch.arange(first, n) % self.cache.window_ring).to(self.cache.device)
+        return torch.arange(first, n, device=self.cache.device) % self.cache.window_ring
+
+    def _frontiers(self, n: int) -> Iterator[tuple[list[tuple[int, str]], Tensor, Tensor]]:
+        """What a sequence of n tokens needs of the frontier rings, of all layers of a ratio together: copies cost.
+
+        Names in `Checkpoint.frontier`, the rings [layers, 2, ring, width], and the places in them.
+        """
+        cache = self.cache
+        for (ratio, kind), rings in cache._rings.items():
+            layers = [i for i in cache.layers if cache.shape.ratios[i] == ratio]
+            ring, begin, size = rings[:, self.slot], n // ratio * ratio, rings.shape[3]
+            yield [(i, kind) for i in layers], ring, torch.arange(begin, n, device=ring.device) % size
+            if cache.shape.has_indexer(layers[0]) and begin:
+                previous = torch.arange(begin - ratio, begin, device=ring.device) % size
+                yield [(i, kind + ".previous") for i in layers], ring[..., : ring.shape[3] // 2], previous
 
     def _compressors(self) -> list[tuple[int, str]]:
         return [(layer, kind) for layer in self.cache.layers for kind in self.cache.kinds(layer)]
@@ -381,17 +437,15 @@ class DeviceState:
             raise ValueError(f"a sequence of {self.length} tokens has no state of {n} tokens any more")
         live, specs = self._live(n), plane_specs(cache.shape, "rows")
         window = [plane[:, self.slot, live, : s.used] for plane, s in zip(cache.window, specs, strict=True)]
-        frontier = {}
-        for layer, kind in self._compressors():
-            ratio, ring = cache.shape.ratios[layer], cache.frontier(layer, kind)[self.slot]
-            begin, size = n // ratio * ratio, ring.shape[1]
-            frontier[layer, kind] = ring[:, (torch.arange(begin, n) % size).to(cache.device)]
-            if cache.shape.has_indexer(layer) and begin:
-                previous = (torch.arange(begin - ratio, begin) % size).to(cache.device)
-                frontier[layer, kind + ".previous"] = ring[:, previous, : ring.shape[2] // 2]
-        kept = _to_host([*window, *frontier.values(), *([] if logits is None else [logits])])
-        rings = dict(zip(frontier, kept[len(window) :], strict=False))
-        return Checkpoint(n, tuple(kept[: len(window)]), rings, None if logits is None else kept[-1])
+        frontiers = [(names, ring[:, :, places]) for names, ring, places in self._frontiers(n)]
+        rings = [ring for _, ring in frontiers]
+        kept = _to_host([*window, *rings, *([] if logits is None else [logits])])
+        found: dict[tuple[int, str], Tensor] = {}
+        for (names, _), rows in zip(frontiers, kept[len(window) :], strict=False):
+            found.update(zip(names, rows, strict=True))
+        order = [(layer, kind + part) for layer, kind in self._compressors() for part in ("", ".previous")]
+        frontier = {key: found[key] for key in order if key in found}
+        return Checkpoint(n, tuple(kept[: len(window)]), frontier, None if logits is None else kept[-1])
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of this sequence (or of one that shares its first `checkpoint.length` tokens)."""
@@ -400,15 +454,8 @@ class DeviceState:
         live = self._live(n)
         for plane, kept in zip(cache.window, checkpoint.window, strict=True):
             plane[:, self.slot, live, : kept.shape[2]] = kept.to(cache.device)
-        for layer, kind in self._compressors():
-            ratio, ring = cache.shape.ratios[layer], cache.frontier(layer, kind)[self.slot]
-            begin, size = n // ratio * ratio, ring.shape[1]
-            kept = checkpoint.frontier[layer, kind].to(cache.device)
-            ring[:, (torch.arange(begin, n) % size).to(cache.device)] = kept
-            previous = checkpoint.frontier.get((layer, kind + ".previous"))
-            if previous is not None:
-                at = (torch.arange(begin - ratio, begin) % size).to(cache.device)
-                ring[:, at, : previous.shape[2]] = previous.to(cache.device)
+        for names, ring, places in self._frontiers(n):
+            ring[:, :, places] = torch.stack([checkpoint.frontier[name] for name in names]).to(cache.device)
         self.length = self.floor = n
         self.version += 1
 
@@ -432,6 +479,15 @@ class DeviceState:
             index = torch.arange(max(row, first * PAGE_ROWS), min(end, last * PAGE_ROWS))
             spans.append((pages[first:last], index // PAGE_ROWS - first, index % PAGE_ROWS))
         return spans
+
+    def hold(self, length: int) -> HeldPages:
+        """The rows of the first `length` tokens, to be read later; they stay until they are released or revoked."""
+        held = {}
+        for ratio, pages in self._pages.items():
+            held[ratio] = pages[: -(-(length // ratio) // PAGE_ROWS)]
+            self.cache.pools[ratio].share(held[ratio])
+        self.cache.held.append(HeldPages(self.cache, held))
+        return self.cache.held[-1]
 
     def export(self, start: int = 0) -> ExportedState:
         """The state as data on the host: rows of all blocks that end after `start`, and a checkpoint of the rest."""
@@ -461,6 +517,9 @@ class DeviceState:
             raise Ds4Error("the state is one of another model, or of one with other round trips (qat_sim)")
         if self.length < start:
             raise ValueError(f"the rows start at token {start}, but only {self.length} tokens are here")
+        if isinstance(exported, ExportedPages):
+            self._adopt(exported)
+            return
         self._drop_rows(start)
         self.length = start
         self.prepare(end - start)
@@ -477,6 +536,16 @@ class DeviceState:
                 pool.write(pages, records)
                 done = part.stop
         self.length = end
+        self.restore(exported.checkpoint)
+
+    def _adopt(self, exported: ExportedPages) -> None:
+        if exported.pages.cache is not self.cache:
+            raise Ds4Error("the state came into the memory of another device")
+        self._drop_rows(0)
+        for ratio, pages in exported.pages.take().items():
+            self._pages[ratio] += pages
+            self._write_table(ratio)
+        self.length = exported.checkpoint.length
         self.restore(exported.checkpoint)
 
     @property

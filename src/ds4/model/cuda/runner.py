@@ -18,6 +18,7 @@ from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
 from ds4.model.cuda.sampling import TokenSampler
+from ds4.model.cuda.transfer import ReceivedPages
 from ds4.model.cuda.weights import DeviceWeights, RawSource
 from ds4.model.deepseek_v4 import Taps
 from ds4.model.draw import Draw
@@ -108,6 +109,16 @@ class CudaRunner:
     def new_state(self) -> DeviceState:
         """The state of an empty sequence."""
         return self.model.cache.new_state()
+
+    def prepare_packing(self) -> tuple[str, ...]:
+        """See `ds4.engine.packing.PackedRunner`. Raises Ds4Error if the device has no room for the buffers."""
+        with _on(self.model.device):
+            _ = self.model.cache.lanes
+        return ("topk", "kernels", *(["quality"] if self.config.quality else []))
+
+    def receive(self, length: int) -> ReceivedPages:
+        """See `ds4.engine.packing.PackedRunner`."""
+        return self.model.cache.receive(length)
 
     @torch.no_grad()
     def evaluate(
