@@ -361,8 +361,8 @@ def server(directory: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[
         process.wait()
 
 
-def ask(url: str, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], float, float]:
-    """An answer's message, the part of its prompt that was reused, and its seconds."""
+def ask(url: str, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], float, str]:
+    """An answer's message, the part of its prompt that was reused, and its tokens and seconds in words."""
     body = {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 64, "reasoning_effort": "none"}
     request = urllib.request.Request(
         url + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -372,7 +372,8 @@ def ask(url: str, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], float
         value: dict[str, Any] = json.load(response)
     usage = value["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return value["choices"][0]["message"], cached / usage["prompt_tokens"], time.perf_counter() - began
+    spent = f"{usage['prompt_tokens']} tokens, {time.perf_counter() - began:.2f} s"
+    return value["choices"][0]["message"], cached / usage["prompt_tokens"], spent
 
 
 def next_turn(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -411,9 +412,9 @@ def restart(options: argparse.Namespace) -> int:
         answers = []
         with server(directory, *flags) as (url, process):
             for talk in talks:
-                message, _, seconds = ask(url, talk)
+                message, _, spent = ask(url, talk)
                 answers.append(message)
-                print(f"cold: {seconds:.1f} s, {'a call' if message.get('tool_calls') else 'a text'}")
+                print(f"cold, {spent}: {'a call' if message.get('tool_calls') else 'a text'}", flush=True)
                 wait_stored(directory)
             process.send_signal(signal.SIGKILL)
         for name in ("continued", "regenerated", "edited"):
@@ -424,8 +425,8 @@ def restart(options: argparse.Namespace) -> int:
                         "regenerated": talk,
                         "edited": [talk[0], {"role": "user", "content": "Who sings in it?"}],
                     }[name]
-                    again, reused, seconds = ask(url, asked)
-                    ok &= bar(f"{name} after a kill, {seconds:.2f} s: part reused", reused, MIN_REUSED, least=True)
+                    again, reused, spent = ask(url, asked)
+                    ok &= bar(f"{name} after a kill, {spent}: part reused", reused, MIN_REUSED, least=True)
                     if name == "regenerated" and again["content"] != message["content"]:
                         print("the answer is another one: MISSED")
                         ok = False
@@ -436,8 +437,8 @@ def restart(options: argparse.Namespace) -> int:
             for turn in range(3):
                 for i, talk in enumerate(talks):
                     talk += next_turn(answers[i])
-                    answers[i], reused, seconds = ask(url, talk)
-                    ok &= bar(f"alternating, turn {turn}, {seconds:.2f} s: part reused", reused, MIN_REUSED, least=True)
+                    answers[i], reused, spent = ask(url, talk)
+                    ok &= bar(f"alternating, turn {turn}, {spent}: part reused", reused, MIN_REUSED, least=True)
     return 0 if ok else 1
 
 

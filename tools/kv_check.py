@@ -3,6 +3,7 @@
     .venv/bin/python tools/kv_check.py exact                 restored in a new process, they go on to the bit
     .venv/bin/python tools/kv_check.py kills --count 300     SIGKILL at random moments of saving and evicting
     .venv/bin/python tools/kv_check.py damage --count 2000   files with something cut, added, flipped or exchanged
+    .venv/bin/python tools/kv_check.py share --seconds 60    processes that save, load and evict in one directory
 
 Each prints what it found and returns 1 if a restored state was another one than that of a fresh session, a whole entry
 was lost, or something broke down.
@@ -13,12 +14,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -289,6 +294,119 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
+# ---- share -----------------------------------------------------------------------------------------------------------
+
+
+class Complaints(logging.Handler):
+    """Keeps what the store says of files that it deletes or ignores as damaged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def share(options: argparse.Namespace) -> int:
+    """Let processes use one directory that has room for a part of what they store, and watch its size meanwhile."""
+    engine = load(2048)
+    codec = ModelCodec(engine)
+    sessions, logits = [], {}
+    for seed in range(8):
+        chain = []
+        for n in (40, 90, 200):
+            session = engine.session()
+            session.sync(some_tokens(n, seed))
+            logits[key_of(session.tokens)] = _hash(session)
+            chain.append(session)
+        sessions.append(chain)
+    with tempfile.TemporaryDirectory() as sized:
+        store, parent = Store(Files(sized), codec), None
+        for session in sessions[0]:
+            parent = save(store, session, parent)
+        budget = store.total() * 3
+
+    def work(directory: str, seed: int) -> None:
+        complaints, rng, counts = Complaints(), random.Random(seed), Counter[str]()
+        logging.getLogger("ds4.kvstore").addHandler(complaints)
+        store = Store(Files(directory), codec, budget)
+        ends = time.monotonic() + options.seconds
+        while time.monotonic() < ends:
+            chain = rng.choice(sessions)
+            parent = None
+            for session in chain[: rng.randrange(1, len(chain) + 1)]:
+                parent = save(store, session, parent)
+                counts["stored" if parent is not None else "not stored"] += 1
+            store.refresh()
+            for entry in store.lookup(key_of(rng.choice(sessions)[-1].tokens)):
+                try:
+                    again = restore(store, engine, entry)
+                except Ds4Error:
+                    counts["gone meanwhile"] += 1
+                    continue
+                counts["loaded"] += 1
+                if _hash(again) != logits[key_of(again.tokens)]:
+                    complaints.found.append("other logits")
+                again.close()
+                store.touch(entry)
+        counts["damaged"] = sum("is deleted" in said or "is ignored" in said or "other" in said
+                                for said in complaints.found)  # fmt: skip
+        print(f"process {seed}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())), flush=True)
+        if counts["damaged"]:
+            print("\n".join(complaints.found), flush=True)
+        os._exit(1 if counts["damaged"] else 0)
+
+    with tempfile.TemporaryDirectory() as directory:
+        Store(Files(directory), codec, budget).close()
+        children = []
+        for seed in range(options.processes):
+            child = os.fork()
+            if child == 0:
+                try:
+                    work(directory, seed)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(2)
+            children.append(child)
+        looks, most, wrong = 0, 0, 0
+        while children:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended:
+                children.remove(ended)
+                wrong += status != 0
+            if (size := settled_size(directory)) is not None:
+                looks, most = looks + 1, max(most, size)
+            time.sleep(0.001)
+        store = Store(Files(directory), codec, budget)
+        wrong += bool(store.broken()) + any(".tmp." in name for name in os.listdir(directory))
+        for entry in store.entries():
+            verify(store.files, entry.name)
+            wrong += _hash(restore(store, engine, entry)) != logits[store.read(entry).key]
+    wrong += most > budget
+    print(f"looked {looks} times: at most {most} of {budget} bytes; {wrong} wrong")
+    return 1 if wrong else 0
+
+
+def settled_size(directory: str) -> int | None:
+    """Bytes of all files of a directory, if nothing changed while they were counted."""
+
+    def look() -> list[tuple[str, int, int, int]]:
+        found = []
+        with os.scandir(directory) as listing:
+            for entry in listing:
+                status = entry.stat(follow_symlinks=False)
+                found.append((entry.name, status.st_ino, status.st_ctime_ns, status.st_size))
+        return sorted(found)
+
+    try:
+        first = look()
+        return sum(size for *_, size in first) if look() == first else None
+    except FileNotFoundError:
+        return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,6 +417,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = commands.add_parser("continue")
     two.add_argument("directory")
     two.set_defaults(run=go_on)
+    three = commands.add_parser("share", help="several processes in one directory")
+    three.add_argument("--processes", type=int, default=4)
+    three.add_argument("--seconds", type=float, default=60)
+    three.set_defaults(run=share)
     for name, run, count in (("kills", kills, 300), ("damage", damage, 2000)):
         command = commands.add_parser(name)
         command.add_argument("--count", type=int, default=count)

@@ -19,3 +19,10 @@ def test_kills(capsys: pytest.CaptureFixture[str]) -> None:
 def test_damage(capsys: pytest.CaptureFixture[str]) -> None:
     assert kv_check.main(["damage", "--count", "40"]) == 0
     assert ", 0 WRONG" in capsys.readouterr().out
+
+
+def test_share(capfd: pytest.CaptureFixture[str]) -> None:
+    assert kv_check.main(["share", "--processes", "3", "--seconds", "2"]) == 0
+    said = capfd.readouterr().out
+    assert said.count(" 0 damaged") == 3
+    assert "; 0 wrong" in said

@@ -49,24 +49,24 @@ class Files:
         except OSError as error:
             raise Ds4Error(f"the directory {self.path} cannot be used: {error.strerror or error}") from None
         try:
-            self._check_private()
+            self._check_private(self._fd)
         except BaseException:
             self.close()
             raise
         self._count = 0
 
-    def _check_private(self) -> None:
-        status = os.fstat(self._fd)
+    def _check_private(self, fd: int) -> None:
+        status = os.fstat(fd)
         if status.st_uid != os.geteuid():
             raise Ds4Error(f"the directory {self.path} belongs to another user; prompts would not be safe there")
         if stat.S_IMODE(status.st_mode) & 0o077:
-            names = set(os.listdir(self._fd))
+            names = set(os.listdir(fd))
             if names and LOCK_NAME not in names:
                 raise Ds4Error(
                     f"the directory {self.path} holds other files and others may look into it; it will hold the text of"
                     f" prompts: give a directory of its own, or run chmod 700 {self.path}"
                 )
-            os.fchmod(self._fd, 0o700)
+            os.fchmod(fd, 0o700)
 
     def close(self) -> None:
         """Forget the directory."""
@@ -77,13 +77,45 @@ class Files:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep all others, threads and processes, from changing which files there are."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=self._fd)
+        fd = self._locked()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
+
+    def _locked(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            try:
+                fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=self._fd)
+            except FileNotFoundError:
+                self._make_again()
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if self._is(LOCK_NAME, fd):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # somebody deleted it meanwhile, so that others lock another one
+
+    def _make_again(self) -> None:
+        """Somebody deleted the directory: begin anew under the same name."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._check_private(fd)
+            os.dup2(fd, self._fd, inheritable=False)
+        finally:
+            os.close(fd)
+
+    def _is(self, name: str, fd: int) -> bool:
+        try:
+            there, here = os.stat(name, dir_fd=self._fd, follow_symlinks=False), os.fstat(fd)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def changed(self) -> int:
         """When the directory got or lost a file (ns)."""
@@ -166,6 +198,11 @@ class Files:
         _check(name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
+
+    def is_open(self, name: str, fd: int) -> bool:
+        """Whether the entry of this name is the file that is open; another one may have taken its place."""
+        _check(name)
+        return self._is(name, fd)
 
     def discard(self, temporary: str) -> None:
         """Delete a temporary file, if it is there."""

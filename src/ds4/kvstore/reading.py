@@ -33,6 +33,7 @@ from ds4.kvstore.payload import (
 
 MAX_META_BYTES = 64 << 20
 MAX_TOOL_MAP_BYTES = 1 << 30
+_LOOKS = 4
 
 Way = tuple[str, int, str]
 """A further way to an entry: which bytes of a prompt, how many of them, and their hash in hex (see `Store.reach`)."""
@@ -179,8 +180,15 @@ def opened(files: Files, name: str) -> Iterator[OpenEntry]:
 def open_fd(fd: int, name: str) -> OpenEntry:
     """As `opened`, for a file that is open. Raises FileFormatError."""
     size = os.fstat(fd).st_size
-    start = read_exactly(fd, HEADER_BYTES + 4, 0)
-    header = Header.unpack(start)
+    for look in range(_LOOKS):
+        start = read_exactly(fd, HEADER_BYTES + 4, 0)
+        try:
+            header = Header.unpack(start)
+            break
+        except FileFormatError:
+            # It may be half of one that another process is writing, which counts a use.
+            if look == _LOOKS - 1:
+                raise
     key_bytes = int.from_bytes(start[HEADER_BYTES:], "little")
     at = HEADER_BYTES + 4 + key_bytes
     if key_bytes > MAX_KEY_BYTES or at + HEAD_BYTES > size:

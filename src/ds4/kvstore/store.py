@@ -14,18 +14,17 @@ import logging
 import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from ds4.engine.packing import APPENDED, SectionKey, Sink, StateCodec
+from ds4.engine.packing import StateCodec
 from ds4.errors import Ds4Error, FileFormatError
-from ds4.kvstore.container import Reason, ToolTurn, file_name, is_file_name
-from ds4.kvstore.disk import INDEX_NAME, Files, Found, read_into
+from ds4.kvstore.chains import Chains, StoredState
+from ds4.kvstore.container import Header, Reason, ToolTurn, file_name, is_file_name
+from ds4.kvstore.disk import INDEX_NAME, Files, Found
 from ds4.kvstore.index import Index
-from ds4.kvstore.payload import check_crc, has_logits, token_digest
+from ds4.kvstore.payload import token_digest
 from ds4.kvstore.policy import Candidate, choose_victims
 from ds4.kvstore.reading import Entry, OpenEntry, open_fd, opened
 from ds4.kvstore.writing import NewFile, NewState
@@ -34,24 +33,15 @@ log = logging.getLogger("ds4.kvstore")
 
 __all__ = ["NewState", "Store", "StoredState"]
 
-MAX_CHAIN = 4096
+MAX_CHAIN = 512
+"""Files that a state may be made of: all are open at once, and a process may often open 1,024 only."""
+
 _SETTLED_NS = 100_000_000
 """A directory that changed so lately may change again without another time stamp."""
 
-_THREADS = min(8, os.cpu_count() or 1)
-_ONE_THREAD_BYTES = 16 << 20
 
-
-@dataclass(frozen=True)
-class StoredState:
-    """What an entry says besides its rows: all tokens, the key, the writer's notes, its tool map; if it has logits."""
-
-    entry: Entry
-    tokens: list[int]
-    key: bytes
-    meta: dict[str, Any]
-    turns: list[ToolTurn]
-    logits: bool
+class _ParentGoneError(Ds4Error):
+    """What a new state was to build on left while it was written."""
 
 
 class Store:
@@ -83,18 +73,26 @@ class Store:
         self.files, self.codec, self.budget = files, codec, budget
         self._context, self._model, self._now, self._evicted = context, model, now, evicted
         self._index = Index(files.path / INDEX_NAME)
+        self._chains = Chains(files, self._condemn)
         self._lock = threading.RLock()
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, Found] = {}
         self._seen = -1
-        with files.lock():
-            for name in files.remove_stale(files.scan()):
+        try:
+            self._begin()
+        except OSError as error:
+            raise Ds4Error(f"the directory {files.path} cannot be used: {error.strerror or error}") from None
+
+    def _begin(self) -> None:
+        with self.files.lock():
+            for name in self.files.remove_stale(self.files.scan()):
                 log.info("removed %s: its writer ended before it was complete", name)
             self._rows = self._index.load()
-            self._scan()
+            read, _ = self._scan()
+            self._keep(read, self._rows.keys() - self._entries.keys())
             self._rows = {}
-            if budget is not None:
-                self._make_room(0, (), b"")
+            if self.budget is not None and not self._make_room(0, (), b""):
+                log.warning("the files of %s do not fit %d bytes", self.files.path, self.budget)
 
     def close(self) -> None:
         """Forget the directory."""
@@ -171,36 +169,37 @@ class Store:
         while chain[-1].parent is not None:
             last = chain[-1]
             parent = self._entries.get(last.parent or "")
-            if parent is None or (parent.id, parent.tokens) != (last.parent_id, last.start) or len(chain) > MAX_CHAIN:
+            if parent is None or (parent.id, parent.tokens) != (last.parent_id, last.start) or len(chain) >= MAX_CHAIN:
                 return None
             chain.append(parent)
         return chain[::-1] if chain[-1].start == 0 else None
 
-    def _scan(self) -> list[Found]:
-        """Look at the directory, and read what is not known yet."""
+    def _scan(self) -> tuple[list[Entry], list[str]]:
+        """Look at the directory, and read what is not known yet; what was read, and what is gone.
+
+        The index is left as it is: whoever writes a file keeps it there, and steps of the engine may wait for this.
+        """
         with self._lock:
             stamp = self.files.changed()
-            files = self.files.scan()
-            present = {file.name: file for file in files if is_file_name(file.name)}
+            present = {file.name: file for file in self.files.scan() if is_file_name(file.name)}
             gone = [name for name in self._entries if name not in present]
             for name in gone:
                 del self._entries[name]
             self._broken = {name: old for name, old in self._broken.items() if present.get(name) == old}
-            rows = {}
+            read = []
             for name, file in present.items():
                 known = self._entries.get(name)
                 if name in self._broken or (known and (known.size, known.mtime_ns) == file[1:]):
                     continue
-                entry = self._of_index(file) or self._read(file)
+                entry = self._of_index(file)
+                if entry is None and (entry := self._read(file)) is not None:
+                    read.append(entry)
                 if entry is not None:
                     self._entries[name] = entry
-                    if name not in self._rows:
-                        rows[name] = (entry.size, entry.mtime_ns, entry.row())
                 else:
                     self._entries.pop(name, None)
-            self._index.update(rows, gone)
             self._seen = stamp if time.time_ns() - stamp > _SETTLED_NS else -1
-            return files
+            return read, gone
 
     def _of_index(self, file: Found) -> Entry | None:
         size, mtime, row = self._rows.get(file.name, (0, 0, {}))
@@ -209,8 +208,11 @@ class Store:
                 entry = Entry.of_row(row)
                 if (entry.name, entry.size, entry.mtime_ns) == file:
                     return entry
-        self._rows.pop(file.name, None)
         return None
+
+    def _keep(self, entries: Iterable[Entry], gone: Iterable[str] = ()) -> None:
+        """Keep entries in the index, and forget others."""
+        self._index.update({e.name: (e.size, e.mtime_ns, e.row()) for e in entries}, gone)
 
     def _read(self, file: Found) -> Entry | None:
         try:
@@ -229,7 +231,7 @@ class Store:
     def read(self, entry: Entry) -> StoredState:
         """All of a state but its rows. Raises Ds4Error if it is not there or damaged."""
         with self.open_chain(entry) as chain:
-            return self._stored(entry, chain)
+            return self._chains.stored(entry, chain)
 
     def turns(self, entry: Entry) -> list[ToolTurn]:
         """The tool map of an entry. Raises Ds4Error if it is not there or damaged."""
@@ -243,67 +245,18 @@ class Store:
         """Whether an entry is of the model that this store is for."""
         return self.codec is not None and entry.fingerprint == self.codec.fingerprint.hex()
 
-    def _stored(self, entry: Entry, chain: Sequence[OpenEntry]) -> StoredState:
-        found = []
-        for part in chain:
-            with self._blaming(part.name):
-                found.append(part.tokens())
-        leaf = chain[-1]
-        with self._blaming(leaf.name):
-            tokens = [id for ids in found for id in ids]
-            if len(tokens) != leaf.head.tokens or token_digest(tokens) != leaf.head.token_digest:
-                raise FileFormatError("the tokens are not those of the state")
-            return StoredState(entry, tokens, leaf.key(), leaf.meta(), leaf.turns(), has_logits(leaf.head))
-
     def load(self, entry: Entry) -> tuple[StoredState, Any]:
         """A state, and what `Session.import_state` takes with its tokens.
 
         Every byte that is used is checked. A damaged file is deleted, with a line in the log that says why.
 
         Raises:
-            Ds4Error: the state is not there any more, or damaged.
+            Ds4Error: the state is not there any more, or damaged, or the engine has no room for it.
         """
         if not self.same_model(entry) or self.codec is None:
             raise Ds4Error(f"{entry.name} is a state of another model")
         with self.open_chain(entry) as chain:
-            stored = self._stored(entry, chain)
-            with self._blaming(entry.name):
-                target = self.codec.target([part.head.segment for part in chain])
-            try:
-                self._fill_all([(_sources(chain, key), sink) for key, sink in target.sinks.items()])
-                with self._blaming(entry.name):
-                    return stored, target.finish(stored.tokens)
-            except BaseException:
-                target.abandon()
-                raise
-
-    def _fill_all(self, work: list[tuple[list[tuple[OpenEntry, int]], Sink]]) -> None:
-        if sum(part.head.sections[i].size for sources, _ in work for part, i in sources) < _ONE_THREAD_BYTES:
-            for task in work:
-                self._fill(*task)
-            return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(self._fill, *task) for task in work]:
-                done.result()
-
-    def _fill(self, sources: list[tuple[OpenEntry, int]], sink: Sink) -> None:
-        """Read sections one behind the other into buffers, and check them."""
-        with contextlib.closing(sink()) as buffers:
-            buffer = memoryview(b"")
-            for part, i in sources:
-                section, at, crc = part.head.sections[i], part.offsets[i], 0
-                left = section.size
-                with self._blaming(part.name):
-                    while left:
-                        buffer = buffer or next(buffers)
-                        piece, buffer = buffer[:left], buffer[left:]
-                        if read_into(part.fd, piece, at) != len(piece):
-                            raise FileFormatError("the file was cut off")
-                        crc, at, left = zlib.crc32(piece, crc), at + len(piece), left - len(piece)
-                    check_crc(section, crc)
-            # Who fills the last one says so by asking for the next.
-            unfilled = len(buffer) + sum(map(len, buffers))
-            assert not unfilled
+            return self._chains.load(entry, chain, self.codec)
 
     @contextlib.contextmanager
     def open_chain(self, entry: Entry) -> Iterator[list[OpenEntry]]:
@@ -312,51 +265,51 @@ class Store:
         Raises:
             Ds4Error: one is not there, or damaged.
         """
-        with contextlib.ExitStack() as stack:
-            with self._lock:
-                chain = self._chain(entry)
-                if chain is None:
-                    raise Ds4Error(f"{entry.name} cannot be used: what it builds on is not there")
-            found: list[OpenEntry] = []
-            for part in chain:
-                try:
-                    fd = self.files.open(part.name)
-                except OSError as error:
-                    raise Ds4Error(f"{part.name} cannot be read: {error.strerror or error}") from None
-                stack.callback(os.close, fd)
-                with self._blaming(part.name):
-                    found.append(open_fd(fd, part.name))
-                if found[-1].head.id.hex() != part.id:
-                    raise Ds4Error(f"{part.name} was replaced meanwhile")
+        with self._lock:
+            chain = self._chain(entry)
+        if chain is None:
+            raise Ds4Error(f"{entry.name} cannot be used: what it builds on is not there")
+        with self._chains.opened(chain) as found:
             yield found
 
-    @contextlib.contextmanager
-    def _blaming(self, name: str) -> Iterator[None]:
+    def _condemn(self, name: str, fd: int, error: FileFormatError) -> None:
         """A damaged file is no use to anybody: delete it."""
+        log.warning("%s is deleted: %s", name, error)
         try:
-            yield
-        except FileFormatError as error:
-            log.warning("%s is deleted: %s", name, error)
-            self.remove(name)
-            raise Ds4Error(f"{name}: {error}") from None
-        except OSError as error:
-            raise Ds4Error(f"{name} cannot be read: {error.strerror or error}") from None
+            with self.files.lock():
+                if self.files.is_open(name, fd):
+                    self._remove(name)
+        except OSError as problem:
+            log.warning("%s cannot be deleted: %s", name, problem)
 
     def touch(self, entry: Entry) -> None:
         """Count a use of an entry. What goes wrong is only logged."""
         try:
             with self.files.lock(), opened(self.files, entry.name) as found:
-                if found.head.id.hex() != entry.id:
-                    return
-                header = found.header.hit(int(self._now()))
-                self.files.write_header(entry.name, header.pack())
-                with self._lock:
-                    if entry.name in self._entries:
-                        known = replace(self._entries[entry.name], hits=header.hits, used=header.used)
-                        self._entries[entry.name] = known
-                        self._index.update({entry.name: (known.size, known.mtime_ns, known.row())})
-        except (FileFormatError, OSError) as error:
+                if found.head.id.hex() == entry.id:
+                    header = found.header.hit(int(self._now()))
+                    self.files.write_header(entry.name, header.pack())
+                    if (known := self._used(entry.name, header)) is not None:
+                        self._keep([known])
+        except (Ds4Error, OSError) as error:
             log.warning("the use of %s is not counted: %s", entry.name, error)
+
+    def _used(self, name: str, header: Header) -> Entry | None:
+        """Note the uses of an entry; the entry, if that was news."""
+        with self._lock:
+            known = self._entries.get(name)
+            if known is None or (known.hits, known.used) == (header.hits, header.used):
+                return None
+            self._entries[name] = replace(known, hits=header.hits, used=header.used)
+            return self._entries[name]
+
+    def _used_elsewhere(self, name: str) -> bool:
+        """Whether another process has used an entry since it was looked at; then that is known now."""
+        try:
+            with opened(self.files, name) as found:
+                return self._used(name, found.header) is not None
+        except (Ds4Error, OSError):
+            return False
 
     def remove(self, name: str) -> None:
         """Delete an entry."""
@@ -375,12 +328,13 @@ class Store:
             self._remove(entry.name)
             return True
 
-    def _remove(self, name: str) -> None:
-        self.files.remove(name)
-        with self._lock:
-            self._entries.pop(name, None)
-            self._broken.pop(name, None)
-            self._index.update({}, [name])
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            self.files.remove(name)
+            with self._lock:
+                self._entries.pop(name, None)
+                self._broken.pop(name, None)
+        self._keep((), names)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -392,7 +346,10 @@ class Store:
         """
         name = file_name(state.key)
         try:
-            return self._put(name, state)
+            try:
+                return self._put(name, state)
+            except _ParentGoneError:
+                return self._put(name, replace(state, parent=None))
         except OSError as error:
             what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
             log.warning("%s is not stored: %s", name, what)
@@ -422,17 +379,17 @@ class Store:
             with self.files.lock():
                 self._scan()
                 if parent is not None and self._parent(state) is None:
-                    raise Ds4Error("what it builds on is gone")
+                    raise _ParentGoneError("what it builds on left meanwhile")
                 if (same := self._same(name)) is not None:
                     # Another process was faster, and others may build on its file already.
                     self.files.discard(temporary)
                     return same
                 self.files.commit(temporary, name)
+                entry = open_fd(fd, name).entry()
+                assert entry.id == head.id.hex()
                 with self._lock:
-                    entry = open_fd(fd, name).entry()
-                    assert entry.id == head.id.hex()
                     self._entries[name] = entry
-                    self._index.update({name: (entry.size, entry.mtime_ns, entry.row())})
+                self._keep([entry])
                 return entry
         except Exception:
             self.files.discard(temporary)
@@ -468,7 +425,7 @@ class Store:
                     raise
                 with self._lock:
                     self._entries[name] = entry
-                    self._index.update({name: (entry.size, entry.mtime_ns, entry.row())})
+                self._keep([entry])
             return entry
         finally:
             self.files.discard(temporary)
@@ -488,7 +445,7 @@ class Store:
             return None
         with self._lock:
             parent = self._entries.get(state.parent.name)
-            if parent is None or parent.id != state.parent.id or not self._chain(parent):
+            if parent is None or parent.id != state.parent.id or not 0 < len(self._chain(parent) or ()) < MAX_CHAIN:
                 return None
         right = parent.tokens < len(state.tokens) and parent.fingerprint == self.codec.fingerprint.hex()
         return parent if right and parent.digest == token_digest(state.tokens[: parent.tokens]).hex() else None
@@ -515,6 +472,23 @@ class Store:
         excess = sum(file.size for file in files) + size + (size // 100 + (64 << 10) if size else 0) - self.budget
         if excess <= 0:
             return True
+        victims = self._victims(files, excess, protected, incoming)
+        while victims is not None and any(self._used_elsewhere(v.name) for v in victims):
+            victims = self._victims(files, excess, protected, incoming)
+        if victims is None:
+            return False
+        leaving = [self.get(victim.name) for victim in victims]
+        for victim in victims:
+            log.info("kv cache evicted reason=disk-cache-full key=%s tokens=%d", victim.name[:40], victim.tokens)
+        self._remove(*(victim.name for victim in victims))
+        for entry in leaving:
+            if entry is not None:
+                self._evicted(entry)
+        return True
+
+    def _victims(
+        self, files: list[Found], excess: int, protected: Collection[str], incoming: bytes
+    ) -> list[Candidate] | None:
         with self._lock:
             prefixes = {entry.name for entry in self.lookup(incoming)} if incoming else set()
             candidates = {
@@ -529,19 +503,4 @@ class Store:
         for file in files:
             if file.name in self._broken:
                 candidates[file.name] = Candidate(file.name, Reason.UNKNOWN, 0, file.size, 0, 0, usable=False)
-        victims = choose_victims(candidates, excess, protected, self._now())
-        if victims is None:
-            return False
-        for victim in victims:
-            entry = self.get(victim.name)
-            log.info("kv cache evicted reason=disk-cache-full key=%s tokens=%d", victim.name[:40], victim.tokens)
-            self._remove(victim.name)
-            if entry is not None:
-                self._evicted(entry)
-        return True
-
-
-def _sources(chain: Sequence[OpenEntry], key: SectionKey) -> list[tuple[OpenEntry, int]]:
-    """The sections that make one of a whole state: their files, and their places in the tables of these."""
-    parts = chain if key.kind in APPENDED else chain[-1:]
-    return [(part, i) for part in parts for i, section in enumerate(part.head.sections) if section.key == key]
+        return choose_victims(candidates, excess, protected, self._now())

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ds4.chat.message import ToolCall
 from ds4.engine import Engine, Session, Snapshot
@@ -112,7 +113,7 @@ class DiskCache:
     replay: ReplayMemory
     trace: Trace
     metrics: Metrics
-    _queue: queue.SimpleQueue[_Task | threading.Event | None] = field(default_factory=queue.SimpleQueue)
+    _queue: queue.SimpleQueue[_Task | Callable[[], object] | None] = field(default_factory=queue.SimpleQueue)
     _done: deque[Snapshot] = field(default_factory=deque)
     _thread: threading.Thread | None = None
     _protected: tuple[Collection[str], bytes] = ((), b"")
@@ -155,7 +156,7 @@ class DiskCache:
         slot.read = read_length(stored.meta, entry.tokens)
         slot.saved = [Saved(entry.tokens, True, entry)]
         self.replay.import_entries(_replay_entries(stored.turns))
-        self.store.touch(entry)
+        self._queue.put(partial(self.store.touch, entry))  # which may have to wait for other processes
         seconds = time.monotonic() - started
         log.info(
             "request %d kv cache hit text tokens=%d text=%d key=%s in %.3f s",
@@ -188,6 +189,8 @@ class DiskCache:
                 continue
             if rest is not None and rest < left:
                 best, left = entry, rest
+            if best is not None and left <= _PART:
+                break  # the others have fewer tokens
         return best
 
     def _left(self, prompt: Prompt, stored: StoredState, slots: SlotTable) -> int | None:
@@ -351,7 +354,7 @@ class DiskCache:
         if self._thread is None:
             return True
         done = threading.Event()
-        self._queue.put(done)
+        self._queue.put(done.set)
         return done.wait(timeout)
 
     def close(self, timeout: float | None = None) -> bool:
@@ -366,8 +369,8 @@ class DiskCache:
 
     def _write_all(self) -> None:
         while (task := self._queue.get()) is not None:
-            if isinstance(task, threading.Event):
-                task.set()
+            if not isinstance(task, _Task):
+                task()
                 continue
             try:
                 self._write(task)

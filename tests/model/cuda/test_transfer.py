@@ -119,7 +119,7 @@ def save(store: Store, state: Any, parent: Entry | None = None) -> Entry | None:
 def test_states_come_back_from_segments(
     device: str, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds4.kvstore.store._ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr("ds4.kvstore.chains._ONE_THREAD_BYTES", 0)
     pair, parent = pair_of(device), None
     store = store_of(tmp_path, pair.there.cache.receive)
     for n in lengths:
@@ -146,7 +146,7 @@ def test_states_come_back_from_segments(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_load_that_fails_leaves_nothing(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds4.kvstore.store._ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr("ds4.kvstore.chains._ONE_THREAD_BYTES", 0)
     pair = pair_of(device)
     pair.step(1500, 1)
     store = store_of(tmp_path, pair.there.cache.receive)
