@@ -114,6 +114,7 @@ def main() -> int:
                        if family.name == "ds4_disk_states" for sample in family.samples
                        if sample.name.endswith("_total")}  # fmt: skip
             counts.update({f"states {event}": int(value) for event, value in samples.items()})
+            print(f"{done} requests, {life + 1} servers: {wrong} wrong", flush=True)
     print(f"{done} requests: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}")
     print(f"{wrong} wrong")
     return 1 if wrong else 0
