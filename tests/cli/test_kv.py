@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,34 @@ def test_a_damaged_file_is_not_imported(tmp_path: Path, chain: list[Entry], caps
     segment = (tmp_path / "kv" / chain[1].name).read_bytes()
     file.write_bytes(segment)
     assert "builds on other entries" in say(capsys, 1, "import", tmp_path / "other", file)
+
+
+def test_what_is_no_file_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        assert "it is no file" in say(capsys, 1, "import", tmp_path / "other", tmp_path / name)
+
+
+def test_a_text_does_not_steer_a_terminal(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, session = open_store(tmp_path / "kv", ENGINE), ENGINE.session()
+    session.sync(tokens(5))
+    entry = save(store, session, key=b"a\n\x1b]0;title\x07b")
+    assert entry is not None
+    assert "\x1b" not in say(capsys, 0, "list", tmp_path / "kv")
+    assert say(capsys, 0, "show", tmp_path / "kv", entry.name, "--text") == "a\n\x1b]0;title\x07b"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert say(capsys, 0, "show", tmp_path / "kv", entry.name, "--text") == "a\n ]0;title b"
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show x", "prune --size 1", "export x y"])
+def test_an_empty_directory_stays_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    tmp_path.chmod(0o755)
+    name, *rest = command.split()
+    assert "no conversations are stored there" in say(capsys, 1, name, tmp_path, *rest)
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from ds4.engine.packing import SectionKey
 from ds4.errors import FileFormatError
 from ds4.kvstore.container import (
     HEADER_BYTES,
+    MAX_TOKENS,
     Flags,
     Header,
     Reason,
@@ -32,7 +33,7 @@ HEADERS = st.builds(
     reason=st.sampled_from(Reason),
     flags=st.sampled_from([Flags.NONE, Flags.TOOL_MAP]),
     model=st.integers(0, 255),
-    tokens=st.integers(1, 2**28),
+    tokens=st.integers(1, MAX_TOKENS),
     hits=U32,
     context=U32,
     created=U64,

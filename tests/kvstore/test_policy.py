@@ -21,6 +21,7 @@ def test_scores() -> None:
     assert score(replace(BASE, hits=3), 0) == 40
     assert score(replace(BASE, hits=3), HALF_LIFE_SECONDS) == 25
     assert score(replace(BASE, hits=3), 100 * HALF_LIFE_SECONDS) == 10
+    assert score(replace(BASE, hits=3, used=10**9), 0) == 10, "used in the future: a clock was wrong"
     assert score(replace(BASE, reason=Reason.COLD), 0) == 30
     assert score(replace(BASE, reason=Reason.EVICT), 0) == score(replace(BASE, reason=Reason.SHUTDOWN), 0) == 20
     assert score(replace(BASE, superseded=True), 0) == 0.5

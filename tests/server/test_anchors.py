@@ -25,8 +25,8 @@ def anchor(tokens: int, **changes: Any) -> Anchor:
 def test_anchors_come_back() -> None:
     anchors = [anchor(5), anchor(9, shown=None, calls=(), extra=())]
     meta = json.loads(json.dumps({"anchors": anchor_values(anchors)}))
-    assert read_anchors(meta, 9) == anchors
-    assert read_anchors(meta, 8) == anchors[:1], "an answer behind the end of the state"
+    assert read_anchors(meta, 9, 100) == anchors
+    assert read_anchors(meta, 8, 100) == anchors[:1], "an answer behind the end of the state"
 
 
 def test_the_last_ones_are_kept() -> None:
@@ -45,12 +45,24 @@ def test_the_ways_are_those_of_the_last_answer() -> None:
 
 @pytest.mark.parametrize("meta", [{}, {"anchors": None}, {"anchors": [1, "x", {}, {"front": 1}, []]}, {"anchors": {}}])
 def test_nonsense_is_left_out(meta: dict[str, Any]) -> None:
-    assert read_anchors(meta, 10) == []
+    assert read_anchors(meta, 10, 100) == []
 
 
 @pytest.mark.parametrize(
-    "change", [{"front": [1]}, {"ids": "xyz"}, {"tokens": "many"}, {"calls": [["a"]]}, {"extra": None}, {"tokens": 0}]
+    "change",
+    [
+        {"front": [1]},
+        {"front": [-1, "ab"]},
+        {"ids": "xyz"},
+        {"held": -1},
+        {"tokens": "many"},
+        {"tokens": 0},
+        {"calls": [["a"]]},
+        {"extra": None},
+        {"extra": [100]},
+        {"extra": [-1]},
+    ],
 )
 def test_a_damaged_anchor_is_left_out(change: dict[str, Any]) -> None:
     (value,) = anchor_values([anchor(5)])
-    assert read_anchors({"anchors": [{**value, **change}]}, 10) == []
+    assert read_anchors({"anchors": [{**value, **change}]}, 10, 100) == []

@@ -96,7 +96,9 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 def _show(store: Store, options: argparse.Namespace) -> int:
     entry = _find(store, options.entry)
     if options.text:
-        sys.stdout.write(_text(store, entry, None))
+        text = _text(store, entry, None)
+        # A text from elsewhere must not steer a terminal.
+        sys.stdout.write(_printable(text, "\n\t") if sys.stdout.isatty() else text)
         return 0
     rows = {
         "key": entry.name[:40],
@@ -176,7 +178,11 @@ def _text(store: Store, entry: Entry, limit: int | None) -> str:
     text = data.replace(b"\xff", b"").decode(errors="replace")
     if limit is None:
         return text
-    return "".join(char if char.isprintable() else " " for char in text)
+    return _printable(text)
+
+
+def _printable(text: str, others: str = "") -> str:
+    return "".join(char if char.isprintable() or char in others else " " for char in text)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ HEADER_BYTES = HEADER.size
 assert HEADER_BYTES == 48
 
 MAX_KEY_BYTES = 1 << 28
-MAX_TOKENS = 1 << 28
+MAX_TOKENS = 1 << 24
 MAX_TURNS = 400_000
 MAX_BLOCK_BYTES = 512 << 20
 
@@ -113,7 +113,7 @@ class Header:
 
     def hit(self, now: int) -> Header:
         """The header after one more use."""
-        return replace(self, hits=min(self.hits + 1, 2**32 - 1), used=max(now, self.used))
+        return replace(self, hits=min(self.hits + 1, 2**32 - 1), used=max(now, 0))
 
     def joined(self, payload_bytes: int, flags: Flags) -> Header:
         """The header of the same state in another file, without its uses."""

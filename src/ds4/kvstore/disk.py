@@ -36,8 +36,11 @@ class Found(NamedTuple):
 class Files:
     """A directory of the store.
 
+    Args:
+        create: make it if it is not there; else it must be one that a store has used.
+
     Raises:
-        Ds4Error: it cannot be made or used, or others may look into it.
+        Ds4Error: it cannot be made or used, belongs to another user, or is used for something else.
     """
 
     def __init__(self, directory: str | os.PathLike[str], create: bool = True) -> None:
@@ -49,23 +52,27 @@ class Files:
         except OSError as error:
             raise Ds4Error(f"the directory {self.path} cannot be used: {error.strerror or error}") from None
         try:
-            self._check_private(self._fd)
+            self._check_own(self._fd, used=not create)
         except BaseException:
             self.close()
             raise
         self._count = 0
 
-    def _check_private(self, fd: int) -> None:
+    def _check_own(self, fd: int, used: bool = False) -> None:
+        """That nobody else may look into it, and nothing else is kept in it."""
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
             raise Ds4Error(f"the directory {self.path} belongs to another user; prompts would not be safe there")
+        names = os.listdir(fd)
+        ours = any(name == LOCK_NAME or is_file_name(name) or _TEMPORARY.fullmatch(name) for name in names)
+        if used and not ours:
+            raise Ds4Error(f"the directory {self.path} cannot be used: no conversations are stored there")
+        if names and not ours:
+            raise Ds4Error(
+                f"the directory {self.path} holds other files; give one of its own, as all files in it count for the"
+                " space that stored conversations may take"
+            )
         if stat.S_IMODE(status.st_mode) & 0o077:
-            names = set(os.listdir(fd))
-            if names and LOCK_NAME not in names:
-                raise Ds4Error(
-                    f"the directory {self.path} holds other files and others may look into it; it will hold the text of"
-                    f" prompts: give a directory of its own, or run chmod 700 {self.path}"
-                )
             os.fchmod(fd, 0o700)
 
     def close(self) -> None:
@@ -105,7 +112,7 @@ class Files:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._check_private(fd)
+            self._check_own(fd)
             os.dup2(fd, self._fd, inheritable=False)
         finally:
             os.close(fd)

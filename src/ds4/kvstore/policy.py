@@ -38,7 +38,8 @@ def score(entry: Candidate, now: float) -> float:
     """The worth of an entry: tokens saved per byte, more if it was used lately. Unusable ones have none."""
     if not entry.usable:
         return -1.0
-    hits: float = entry.hits * 2.0 ** (-max(0.0, now - entry.used) / HALF_LIFE_SECONDS)
+    # A clock that was wrong once must not keep an entry for ever.
+    hits: float = entry.hits * 2.0 ** (-abs(now - entry.used) / HALF_LIFE_SECONDS)
     if hits < 0.01:
         hits = 0.0
     value = (hits + 1) * entry.tokens / max(entry.size, 1) * _WEIGHTS.get(entry.reason, 1.0)

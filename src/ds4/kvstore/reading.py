@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from ds4.kvstore.disk import Files, read_exactly
 from ds4.kvstore.payload import (
     HEAD_BYTES,
     PayloadHead,
+    check_crc,
     check_section,
     count_sections,
     head_size,
@@ -31,9 +33,10 @@ from ds4.kvstore.payload import (
     unpack_head,
 )
 
-MAX_META_BYTES = 64 << 20
+MAX_META_BYTES = 16 << 20
 MAX_TOOL_MAP_BYTES = 1 << 30
 _LOOKS = 4
+_PIECE = 8 << 20
 
 Way = tuple[str, int, str]
 """A further way to an entry: which bytes of a prompt, how many of them, and their hash in hex (see `Store.reach`)."""
@@ -127,6 +130,17 @@ class OpenEntry:
         check_section(section, data)
         return data
 
+    def check(self, index: int) -> None:
+        """That a section is intact, without keeping it. Raises FileFormatError."""
+        section, crc = self.head.sections[index], 0
+        for at in range(0, section.size, _PIECE):
+            size = min(_PIECE, section.size - at)
+            data = read_exactly(self.fd, size, self.offsets[index] + at)
+            if len(data) != size:
+                raise FileFormatError("the file was cut off")
+            crc = zlib.crc32(data, crc)
+        check_crc(section, crc)
+
     def meta(self) -> dict[str, Any]:
         """What the writer noted. Raises FileFormatError."""
         if self.head.sections[0].size > MAX_META_BYTES:
@@ -208,6 +222,7 @@ def verify(files: Files, name: str) -> Entry:
     with opened(files, name) as found:
         found.key()
         for i in range(len(found.head.sections)):
-            found.section(i)
+            found.check(i)
+        found.meta()
         found.turns()
         return found.entry()

@@ -40,6 +40,10 @@ _SETTLED_NS = 100_000_000
 """A directory that changed so lately may change again without another time stamp."""
 
 
+_ROW_BYTES = 2048
+"""About what an entry takes in the index."""
+
+
 class _ParentGoneError(Ds4Error):
     """What a new state was to build on left while it was written."""
 
@@ -89,6 +93,9 @@ class Store:
                 log.info("removed %s: its writer ended before it was complete", name)
             self._rows = self._index.load()
             read, _ = self._scan()
+            if read and self.budget is not None:
+                self._make_room(_ROW_BYTES * len(read), (), b"")
+                read = [entry for entry in read if self.get(entry.name) is not None]
             self._keep(read, self._rows.keys() - self._entries.keys())
             self._rows = {}
             if self.budget is not None and not self._make_room(0, (), b""):
@@ -281,13 +288,16 @@ class Store:
                     self._remove(name)
         except OSError as problem:
             log.warning("%s cannot be deleted: %s", name, problem)
+            with self._lock:
+                if (known := self._entries.pop(name, None)) is not None:
+                    self._broken[name] = Found(name, known.size, known.mtime_ns)
 
     def touch(self, entry: Entry) -> None:
         """Count a use of an entry. What goes wrong is only logged."""
         try:
             with self.files.lock(), opened(self.files, entry.name) as found:
                 if found.head.id.hex() == entry.id:
-                    header = found.header.hit(int(self._now()))
+                    header = found.header.hit(self._seconds())
                     self.files.write_header(entry.name, header.pack())
                     if (known := self._used(entry.name, header)) is not None:
                         self._keep([known])
@@ -374,7 +384,7 @@ class Store:
             self.touch(same)
             return self.get(name)
         try:
-            head = plan.write(self.files, fd, int(self._now()), self._context, self._model)
+            head = plan.write(self.files, fd, self._seconds(), self._context, self._model)
             self.files.sync(fd)
             with self.files.lock():
                 self._scan()
@@ -430,6 +440,9 @@ class Store:
         finally:
             self.files.discard(temporary)
             os.close(fd)
+
+    def _seconds(self) -> int:
+        return max(int(self._now()), 0)
 
     def _same(self, name: str) -> Entry | None:
         """The usable entry of this model and name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,10 +76,12 @@ def import_entry(store: Store, path: Path) -> Entry:
         Ds4Error: it is damaged or builds on other entries, it is there already, or the store's budget has no room.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Ds4Error(f"{path} cannot be read: {error.strerror or error}") from None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FileFormatError("it is no file")
         found = open_fd(fd, "")
         if found.head.start:
             raise FileFormatError("it builds on other entries; export writes files that do not")

@@ -10,10 +10,10 @@ from typing import Any
 
 from ds4.engine.packing import Part, SectionKey, StateCodec
 from ds4.errors import Ds4Error
-from ds4.kvstore.container import HEADER_BYTES, Flags, Header, Reason, ToolTurn, pack_tool_map
+from ds4.kvstore.container import HEADER_BYTES, MAX_KEY_BYTES, Flags, Header, Reason, ToolTurn, pack_tool_map
 from ds4.kvstore.disk import Files
 from ds4.kvstore.payload import META, NO_PARENT, TOKENS, PayloadHead, Section, head_size, token_bytes, token_digest
-from ds4.kvstore.reading import Entry
+from ds4.kvstore.reading import MAX_META_BYTES, MAX_TOOL_MAP_BYTES, Entry
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class NewFile:
             *state.parts(self.start),
         ]
         self.tool_map = pack_tool_map(state.turns)
+        if len(meta) > MAX_META_BYTES or len(self.tool_map) > MAX_TOOL_MAP_BYTES or len(state.key) > MAX_KEY_BYTES:
+            sizes = f"{len(state.key)} bytes of text, {len(meta)} of notes, {len(self.tool_map)} of calls"
+            raise Ds4Error(f"{sizes}: one of them is more than a file may have")
         self.front = HEADER_BYTES + 4 + len(state.key)
         self.payload = head_size(len(self.parts)) + sum(part.size for part in self.parts)
         self.size = self.front + self.payload + len(self.tool_map)

@@ -34,8 +34,11 @@ def ways(anchors: Sequence[Anchor]) -> list[list[Any]]:
     return [way for a in _last(anchors)[-1:] for way in (["front", *_prefix(a.front)], ["bare", *_prefix(a.bare)])]
 
 
-def read_anchors(meta: Mapping[str, Any], tokens: int) -> list[Anchor]:
-    """The inverse of `anchor_values`, in the notes of a state of so many tokens; what makes no sense is left out."""
+def read_anchors(meta: Mapping[str, Any], tokens: int, vocab: int) -> list[Anchor]:
+    """The inverse of `anchor_values`, in the notes of a state of so many tokens; what makes no sense is left out.
+
+    `vocab`: how many ids there are.
+    """
     found: list[Anchor] = []
     values = meta.get("anchors")
     for value in values if isinstance(values, list) else ():
@@ -53,7 +56,8 @@ def read_anchors(meta: Mapping[str, Any], tokens: int) -> list[Anchor]:
                 tokens=int(value["tokens"]),
                 extra=tuple(int(id) for id in value["extra"]),
             )
-            if 0 < anchor.tokens <= tokens:
+            numbers = (anchor.opened, anchor.held, anchor.front.length, anchor.bare.length)
+            if 0 < anchor.tokens <= tokens and min(numbers) >= 0 and all(0 <= id < vocab for id in anchor.extra):
                 found.append(anchor)
     return found
 

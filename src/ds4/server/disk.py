@@ -63,11 +63,13 @@ class Saved:
 
     Attributes:
         major: later states build on it.
+        lost: it was not stored.
     """
 
     tokens: int
     major: bool
     entry: Entry | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class _StoredSlot(Slot):
     def __init__(self, session: Session, stored: StoredState) -> None:
         super().__init__(session)
         self.session.tokens = stored.tokens
-        self.anchors = read_anchors(stored.meta, len(stored.tokens))
+        self.anchors = read_anchors(stored.meta, len(stored.tokens), session.engine.shape.vocab)
         self.read = read_length(stored.meta, len(stored.tokens))
 
     def reachable(self, length: int) -> int:
@@ -152,7 +154,7 @@ class DiskCache:
             slot = slots.add(session)
         finally:
             self._protected = ((), b"")
-        slot.anchors = read_anchors(stored.meta, entry.tokens)
+        slot.anchors = read_anchors(stored.meta, entry.tokens, slots.engine.shape.vocab)
         slot.read = read_length(stored.meta, entry.tokens)
         slot.saved = [Saved(entry.tokens, True, entry)]
         self.replay.import_entries(_replay_entries(stored.turns))
@@ -184,8 +186,8 @@ class DiskCache:
         for entry in sorted(by_key, key=lambda entry: entry.tokens, reverse=True):
             try:
                 rest = self._left(prompt, store.read(entry), slots)
-            except Ds4Error as error:
-                log.warning("%s", error)
+            except Exception as error:
+                log.warning("the stored state %s cannot be used: %s", entry.name, error)
                 continue
             if rest is not None and rest < left:
                 best, left = entry, rest
@@ -215,14 +217,17 @@ class DiskCache:
         if store is None:
             return
         with self._map_lock:
-            store.refresh()
+            try:
+                store.refresh()
+            except OSError as error:
+                log.warning("stored conversations cannot be looked at: %s", error)
             for entry in sorted(store.entries(), key=lambda entry: entry.used):
                 if not entry.tool_map or entry.id in self._read_maps or not store.same_model(entry):
                     continue
                 self._read_maps.add(entry.id)
                 try:
                     self.replay.import_entries(_replay_entries(store.turns(entry)))
-                except Ds4Error as error:
+                except (Ds4Error, OSError) as error:
                     log.warning("the tool calls of %s are not known: %s", entry.name, error)
 
     # -- storing -------------------------------------------------------------------------------------------------------
@@ -283,8 +288,8 @@ class DiskCache:
             log.warning("stored states are not loaded any more: %s", error)
 
     def failed(self, running: Running) -> None:
-        """A request failed. If that was in its prompt, a stored state that it went on from is not tried again."""
-        if self.store is None or not running.plan.disk or running.prefill is None or running.first is not None:
+        """A request failed in its prompt. A stored state that it went on from is not tried again."""
+        if self.store is None or not running.plan.disk or running.first is not None:
             return
         log.warning("%s is deleted, as the request that continued it failed", running.plan.disk)
         try:
@@ -318,6 +323,7 @@ class DiskCache:
         session, config = slot.session, self.config
         if self.store is None or n < config.kv_cache_min_tokens or session.closed:
             return
+        slot.saved = [saved for saved in slot.saved if not self._gone(saved)]
         if any(saved.tokens == n for saved in slot.saved):
             return
         if n < len(session.tokens) and session.checkpoints.at(n) is None:
@@ -343,6 +349,15 @@ class DiskCache:
         )
         slot.saved.append(task.saved)
         self._queue.put(task)
+
+    def _gone(self, saved: Saved) -> bool:
+        """Whether a state is not stored, or not any more."""
+        assert self.store is not None
+        return saved.lost or (saved.entry is not None and self.store.get(saved.entry.name) is None)
+
+    def _lost(self, task: _Task) -> None:
+        task.saved.lost = True
+        self.metrics.disk("failed")
 
     def settle(self) -> None:
         """Give back what snapshots held that are written."""
@@ -370,13 +385,16 @@ class DiskCache:
     def _write_all(self) -> None:
         while (task := self._queue.get()) is not None:
             if not isinstance(task, _Task):
-                task()
+                try:
+                    task()
+                except Exception:
+                    log.exception("a use of a state is not counted")
                 continue
             try:
                 self._write(task)
             except Exception:
                 log.exception("a state of %d tokens is not stored", task.saved.tokens)
-                self.metrics.disk("failed")
+                self._lost(task)
             finally:
                 self._done.append(task.snapshot)
 
@@ -409,7 +427,7 @@ class DiskCache:
             )
         )
         if entry is None:
-            self.metrics.disk("failed")
+            self._lost(task)
             return
         task.saved.entry = entry
         reason = task.reason.name.lower()

@@ -386,6 +386,7 @@ class Worker:
             complete = self._watch.step(lambda: running.evaluate(chunk))
         except Exception as error:
             log.exception("request %d failed in its prompt", job.number)
+            self.disk.failed(running)
             self._fail(running, 500, text_of(error))
             return
         self.metrics.evaluated(running)
@@ -558,7 +559,6 @@ class Worker:
         log.info("request %d finish=error %s", running.job.number, message)
         self.trace.write(running.job.number, "error", message=message)
         self._release(running)
-        self.disk.failed(running)
         try:
             # A step that broke off leaves a state nobody should continue.
             self._slots.drop(running.slot)
