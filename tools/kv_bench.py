@@ -169,7 +169,7 @@ class StandIn:
 
     def __init__(self, shape: Shape, device: torch.device, tokens: int, step_ms: float) -> None:
         self.shape, self.device = shape, device
-        self.cache = DeviceCache(shape, device, 3, tokens + 8192)
+        self.cache = DeviceCache(shape, device, 3, tokens + 32_768)
         self.codec = RandomCodec(shape, self.cache.receive)
         self._lanes = self.cache.lanes
         self.state = self.cache.new_state()
@@ -271,8 +271,11 @@ def device(options: argparse.Namespace) -> int:
     """Restore states into a device, and step while one is saved."""
     shape = next(shape for shape in PROFILES if shape.name == options.shape)
     sys.setswitchinterval(SWITCH_SECONDS)
+    on = torch.device(options.device)
+    if on.type == "cuda" and on.index is not None:
+        torch.cuda.set_device(on)
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        stand_in = StandIn(shape, torch.device(options.device), options.tokens, options.step_ms)
+        stand_in = StandIn(shape, on, options.tokens, options.step_ms)
         store = Store(Files(directory), stand_in.codec)
         ok = restores(stand_in, store, options)
         ok &= steps_while_saving(stand_in, store, options)

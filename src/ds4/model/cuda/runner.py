@@ -255,7 +255,8 @@ class CudaRunner:
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Other threads may use the device meanwhile: states come from files and go to them.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.model.decode(buffers)
             self._graphs[buffers.rows] = graph
         return graph

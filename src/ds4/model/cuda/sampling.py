@@ -125,7 +125,8 @@ class TokenSampler:
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Other threads may use the device meanwhile: states come from files and go to them.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._launch(rows, masked, select)
             self._graphs[key] = graph
         self._graphs[key].replay()
