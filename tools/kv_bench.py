@@ -445,7 +445,7 @@ def restart(options: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -469,7 +469,7 @@ def main() -> int:
     three.set_defaults(run=device)
     for each in (one, two, three):
         each.add_argument("--directory", type=Path, help="where temporary files go")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     return int(options.run(options))
 
 
