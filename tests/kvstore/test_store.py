@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
-import shutil
-import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,8 @@ from ds4.engine.packing import ModelCodec, fingerprint
 from ds4.errors import Ds4Error
 from ds4.gguf.file import Identity
 from ds4.kvstore.container import Reason, StoredCall, ToolTurn, file_name
-from ds4.kvstore.disk import INDEX_NAME, LOCK_NAME, Files, read_exactly
-from ds4.kvstore.reading import MAX_META_BYTES, Entry, verify
+from ds4.kvstore.disk import INDEX_NAME, Files, read_exactly
+from ds4.kvstore.reading import Entry, verify
 from ds4.kvstore.store import Store
 from tests.engine.session_helpers import tokens
 from tests.helpers import SMALL, random_engine
@@ -509,168 +506,6 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
         piece = bytes(byte ^ rng.randrange(1, 256) for byte in out[at : at + size])
         out[at : at + size] = piece
     return bytes(out)
-
-
-# ---- what may happen to a directory and its disk ---------------------------------------------------------------------
-
-
-def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path) -> None:
-    store, session = open_store(tmp_path / "a", ENGINE), ENGINE.session()
-    for n in (10, 20):
-        session.sync(tokens(n))
-        assert save(store, session)
-        assert [entry.tokens for entry in store.entries()] == [n]
-        shutil.rmtree(tmp_path / "a")
-        store.refresh()
-        assert store.lookup(key_of(tokens(30))) == []
-    assert save(store, session)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
-    (tmp_path / "a" / LOCK_NAME).unlink()
-    session.sync(tokens(30))
-    assert save(store, session)
-
-
-def failing(patched: pytest.MonkeyPatch, name: str, error: int) -> None:
-    """Let a call of the system fail."""
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError(error, os.strerror(error))
-
-    patched.setattr(os, name, fail)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"), [("posix_fallocate", errno.ENOSPC), ("pwrite", errno.ENOSPC), ("fsync", errno.EIO)]
-)
-def test_a_full_disk_costs_what_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, error: int
-) -> None:
-    store, session = open_store(tmp_path, ENGINE), ENGINE.session()
-    session.sync(tokens(10))
-    first = save(store, session)
-    assert first is not None
-    session.sync(tokens(20))
-    with monkeypatch.context() as patched:
-        failing(patched, call, error)
-        assert save(store, session) is None
-    assert ("the disk is full" if error == errno.ENOSPC else os.strerror(error)) in caplog.text
-    assert not list(tmp_path.glob("*.tmp.*"))
-    assert restore(store, ENGINE, first).tokens == tokens(10)
-    assert save(store, session) is not None
-
-
-def test_a_disk_that_became_read_only_still_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, session = open_store(tmp_path, ENGINE), ENGINE.session()
-    entries = []
-    for n in (10, 20):
-        session.sync(tokens(n))
-        entries.append(save(store, session))
-    first, second = entries
-    assert first is not None
-    assert second is not None
-    path = tmp_path / second.name
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    store.refresh()
-    with monkeypatch.context() as patched:
-        failing(patched, "unlink", errno.EROFS)
-        patched.setattr(Files, "_locked", lambda self: os.unlink(LOCK_NAME))
-        store.touch(first)
-        assert "is not counted" in caplog.text
-        assert restore(store, ENGINE, first).tokens == tokens(10)
-        assert save(store, session) is None
-        with pytest.raises(Ds4Error, match="checksum"):
-            store.load(second)
-        assert "cannot be deleted" in caplog.text
-        assert store.lookup(key_of(tokens(30))) == [first], "a damaged one is not tried again and again"
-        with pytest.raises(Ds4Error, match="cannot be used: Read-only file system"):
-            open_store(tmp_path, ENGINE)
-
-
-def test_a_clock_that_was_wrong_does_not_keep_entries(tmp_path: Path) -> None:
-    clock = [4e9]
-    store = open_store(tmp_path, ENGINE, budget=400_000, now=lambda: clock[0])
-    session = ENGINE.session()
-    session.sync(tokens(150, 0))
-    future = save(store, session)
-    assert future is not None
-    store.touch(future)
-    clock[0] = -5.0
-    session.sync(tokens(150, 1))
-    early = save(store, session)
-    assert early is not None
-    assert early.created == 0
-    clock[0] = 2e9
-    for seed in range(2, 9):
-        session.sync(tokens(150, seed))
-        entry = save(store, session)
-        assert entry is not None
-        store.touch(entry)
-    assert store.get(future.name) is None
-    assert store.get(early.name) is None
-
-
-def test_notes_that_nobody_would_read_are_not_written(tmp_path: Path) -> None:
-    store, session = open_store(tmp_path, ENGINE), ENGINE.session()
-    session.sync(tokens(10))
-    assert save(store, session, meta={"note": "x" * MAX_META_BYTES}) is None
-    assert save(store, session) is not None
-
-
-# ---- privacy ---------------------------------------------------------------------------------------------------------
-
-
-def test_directory_and_files_are_the_owners_only(tmp_path: Path) -> None:
-    previous = os.umask(0)
-    try:
-        store = open_store(tmp_path / "a" / "b", ENGINE)
-        session = ENGINE.session()
-        session.sync(tokens(10))
-        save(store, session)
-    finally:
-        os.umask(previous)
-    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a" / "b").iterdir()}
-    assert len(modes) == 3
-    assert set(modes.values()) == {0o600}
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_directory_with_other_things_in_it_is_refused(tmp_path: Path, mode: int) -> None:
-    tmp_path.chmod(mode)
-    (tmp_path / "letter.txt").write_text("mine")
-    for create in (True, False):
-        with pytest.raises(Ds4Error, match="holds other files" if create else "no conversations are stored there"):
-            Files(tmp_path, create)
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
-    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
-
-
-def test_a_directory_that_was_opened_to_others_is_closed_again(tmp_path: Path) -> None:
-    open_store(tmp_path / "a", ENGINE).close()
-    (tmp_path / "a").chmod(0o777)
-    open_store(tmp_path / "a", ENGINE)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("name", ["../x.kv", "/etc/passwd", "a" * 40 + ".kv/..", "A" * 40 + ".kv", "", "lock"])
-def test_no_name_leads_out(tmp_path: Path, name: str) -> None:
-    files = Files(tmp_path)
-    for act in (files.open, files.remove, lambda name: files.create(name, 1)):
-        with pytest.raises(Ds4Error, match="no name of an entry"):
-            act(name)
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "a", ENGINE)
-    session = ENGINE.session()
-    session.sync(tokens(10))
-    entry = save(store, session)
-    assert entry is not None
-    (tmp_path / "b").mkdir(mode=0o700)
-    (tmp_path / "b" / entry.name).symlink_to(tmp_path / "a" / entry.name)
-    assert open_store(tmp_path / "b", ENGINE).entries() == []
 
 
 def test_the_shape_of_the_tests_has_every_kind_of_layer() -> None:
