@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import replace
@@ -216,7 +217,8 @@ def test_uses_are_counted_in_the_file(tmp_path: Path) -> None:
 
 
 def test_uses_that_other_processes_count_are_known_when_something_has_to_leave(tmp_path: Path) -> None:
-    one, two = (open_store(tmp_path, ENGINE, budget=400_000) for _ in range(2))
+    clock = itertools.count(1000)
+    one, two = (open_store(tmp_path, ENGINE, budget=300_000, now=lambda: next(clock)) for _ in range(2))
     session, entries = ENGINE.session(), []
     for seed in range(2):
         session.sync(tokens(150, seed))
@@ -226,7 +228,7 @@ def test_uses_that_other_processes_count_are_known_when_something_has_to_leave(t
     assert second is not None
     two.refresh()
     two.touch(first)
-    for seed in range(2, 9):
+    for seed in range(2, 10):
         session.sync(tokens(150, seed))
         save(one, session)
     assert one.get(first.name) is not None
