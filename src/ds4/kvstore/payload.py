@@ -113,7 +113,9 @@ def count_sections(data: bytes) -> int:
     if len(data) < HEAD_BYTES:
         raise FileFormatError("the payload's head is cut off")
     magic, version, count, *_ = _HEAD.unpack(data[:HEAD_BYTES])
-    if magic != MAGIC or version != VERSION:
+    if magic != MAGIC:
+        raise FileFormatError("the payload does not begin with DS4S: the file is damaged")
+    if version != VERSION:
         raise FileFormatError(f"payload of version {version}; this program reads {VERSION}")
     if not 2 <= count <= MAX_SECTIONS:
         raise FileFormatError(f"the payload claims {count} sections")
