@@ -27,12 +27,13 @@ ALLOWED = {
     "evals": {"errors", "files", "tokenizer", "chat", "engine"},
     "server": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
     "cli": {TOP, "errors", "process", "files", "gguf", "tokenizer", "chat", "engine", "kvstore", "quantize", "evals"},
+    "bench": {TOP, "errors", "process", "files", "gguf", "tokenizer", "chat", "engine"},
     TOP: {"errors", "gguf", "tokenizer", "chat", "engine"},
 }
 
 # What only the server, the command line and the tests bring along.
 HEAVY = ["fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "rich", "typer", "prompt_toolkit"]
-HEAVY += ["transformers", "openai", "anthropic", "triton", "numba"]
+HEAVY += ["transformers", "openai", "anthropic", "triton", "numba", "matplotlib"]
 LIGHT_ROOMS = ["errors", "files", "gguf", "tokenizer", "ops", "chat", "model", "engine", "kvstore"]
 
 # The modules that may import triton at their top, and be imported only where a CUDA device is used.

@@ -197,7 +197,6 @@ def test_inspect(run: Run, model_file: Path) -> None:
         (["--prompt-file", "~nosuchuser/x"], "~nosuchuser/x: cannot be read: there is no such user"),
         (["--prompt-file", "/nowhere/x"], "/nowhere/x: cannot be read: No such file or directory"),
         (["-p", "word " * 100, "-c", "16"], "but the configured context size is 16 tokens"),
-        (["--bench"], "lower --ctx-max"),
     ],
 )
 def test_mistakes_get_one_line_and_status_1(argv: list[str], part: str, run: Run) -> None:
@@ -303,7 +302,7 @@ def test_input_that_is_no_utf8_is_read_all_the_same(model_file: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "argv"),
     [
-        *(("load", argv) for argv in (["-p", "Hi"], ["--bench"], ["-p", "Hi", "--dump-tokens"], ["--inspect"])),
+        *(("load", argv) for argv in (["-p", "Hi"], ["-p", "Hi", "--dump-tokens"], ["--inspect"])),
         *(("numpy", argv) for argv in (["-p", "Hi"], ["-p", "Hi", "--dump-logits", "x"], ["--inspect"])),
         ("torch", ["-p", "Hi"]),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4.cli.options import COMMANDS, NOT_BUILT, TOPICS, BenchOptions, Options, build_parser, parse
+from ds4.cli.options import COMMANDS, NOT_BUILT, TOPICS, Options, build_parser, parse
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -36,24 +36,9 @@ def test_every_flag_arrives() -> None:
         top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True, quality=True,
         warmup=False, dump_logprobs="out", logprobs_top_k=3,
     )  # fmt: skip
-    bench = (
-        "--bench --ctx-start 8 --ctx-max 32 --step-mul 1 --step-incr 8 --gen-tokens 0 --repeats 2 --no-first-token"
-        " --bench-json b.json"
-    )
-    assert parse(bench.split()) == Options(bench=True, bench_options=BenchOptions(8, 32, 1, 8, 0, 2, False, "b.json"))
 
 
 def test_flags_that_need_another_one_are_refused_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--bench"]) == Options(bench=True)
-    group = next(g for g in build_parser()._action_groups if g.title == TOPICS["benchmark"])
-    flags = [(action.option_strings[-1], action.nargs) for action in group._group_actions]
-    assert len(flags) == 9
-    for flag, nargs in flags:
-        if flag != "--bench":
-            argv = [flag] if nargs == 0 else [flag, "1"]
-            assert f"{flag} belongs to --bench" in refusal(capsys, "-p", "Hi", *argv)
-    for flag in ("--gen-tokens", "--step-incr"):
-        assert f"{flag} belongs to --bench" in refusal(capsys, flag, "0")
     assert "--logprobs-top-k belongs to --dump-logprobs" in refusal(capsys, "-p", "Hi", "--logprobs-top-k", "20")
     assert parse(["--dump-logprobs", "x"]).logprobs_top_k == 20
 
@@ -147,9 +132,8 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         ("-p a --prompt-file b", "given both"),
         ("--raw-prompt -sys a", "no place in a raw prompt"),
         ("--dump-tokens --dump-logits x", "--dump-tokens and --dump-logits cannot run together"),
-        ("--bench --inspect", "--inspect and --bench cannot run together"),
-        ("--bench --ctx-start 9 --ctx-max 8", "--ctx-start 9 is above --ctx-max 8"),
-        ("--bench --step-mul 1", "never reaches"),
+        ("--dump-tokens --inspect", "--inspect and --dump-tokens cannot run together"),
+        ("--bench --ctx-start 9", "--bench is a command of its own now: ds4-bench"),
         ("-p a --dump-logits -", "writes binary numbers; give the name of a file"),
         ("--help nonsense", "no help topic 'nonsense'"),
     ],
@@ -160,7 +144,7 @@ def test_what_cannot_be_used_is_refused(argv: str, part: str, capsys: pytest.Cap
 
 def test_an_empty_file_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [action.option_strings[-1] for action in build_parser()._actions if action.metavar == "FILE"]
-    assert len(flags) == 9
+    assert len(flags) == 8
     for flag in ("-m", *flags):
         assert f"{flag}: the name of the file is empty" in refusal(capsys, flag, "").replace("-m/--model", flag)
     assert "'' is not a backend; use cpu" in refusal(capsys, "--backend", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ def check_speed(options: argparse.Namespace, report: Report) -> None:
     """
     import torch
     from check_full import MemoryPeak, anonymous_bytes
+
+    from ds4.bench.decoding import Decoder, timed_decode
+    from ds4.bench.meter import Meter
 
     on_gpu = options.device != "cpu"
     contexts, chunks, chunk = sorted(numbers(options.contexts)), numbers(options.chunks), options.chunk
@@ -47,9 +50,8 @@ def check_speed(options: argparse.Namespace, report: Report) -> None:
     _memory(report, engine, options)
     ids = random_ids(engine.shape, context, options.seed)
 
-    def clock() -> float:
-        synchronize(options.device)
-        return time.perf_counter()
+    meter = Meter(torch.device(options.device))
+    clock = meter.now
 
     def timed_prefill(session: Session, length: int, size: int) -> list[tuple[int, float]]:
         """(tokens in the session, when) at the start and after each chunk."""
@@ -60,13 +62,8 @@ def check_speed(options: argparse.Namespace, report: Report) -> None:
 
     def decode(sessions: Sequence[Session], steps: int) -> float:
         """Seconds of a greedy step."""
-        tokens = [top_two(s.logits)[0] for s in sessions]
-        for number in range(steps + 2):
-            if number == 2:
-                begin = clock()
-            logits = engine.step([(s, [t]) for s, t in zip(sessions, tokens, strict=True)])
-            tokens = [int(row.argmax()) for row in logits if row is not None]
-        return (clock() - begin) / steps
+        Decoder(engine, sessions).steps(2)
+        return timed_decode(engine, sessions, steps, meter) / steps
 
     def replay(sessions: Sequence[Session]) -> float:
         """Milliseconds of the captured step alone."""
@@ -199,14 +196,16 @@ def _profile(report: Report, name: str, run: Callable[[], object], engine: Engin
         return
     from torch.profiler import ProfilerActivity, profile
 
+    from ds4.bench.kernels import cuda_kernels
+
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
-    for event in _kernels(profiler):
-        entry = kernels.setdefault(event[0][:60], [0, 0.0])
-        entry[0] += 1
-        entry[1] += event[1]
+    for kernel, launches, us in cuda_kernels(profiler):
+        entry = kernels.setdefault(kernel[:60], [0, 0.0])
+        entry[0] += launches
+        entry[1] += us
     count, total = sum(int(k[0]) for k in kernels.values()), sum(k[1] for k in kernels.values())
     layers = engine.shape.layers
     report.line(f"{name}: {count} kernels, {count / layers:.1f} a layer, {total / 1e3:.2f} ms in kernels")
@@ -215,12 +214,3 @@ def _profile(report: Report, name: str, run: Callable[[], object], engine: Engin
     for kernel, (times, us) in top[:12]:
         report.line(f"   {us:9.0f} us {us / total:5.1%} {times:5.0f} x {us / times:8.1f} us  {kernel[:44]}")
     report.save()
-
-
-def _kernels(profiler: Any) -> Iterator[tuple[str, float]]:
-    """Name and microseconds of everything that ran on the device."""
-    from torch.autograd import DeviceType
-
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            yield event.name, float(getattr(event, "device_time_total", 0.0) or event.time_range.elapsed_us())

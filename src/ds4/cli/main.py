@@ -85,11 +85,6 @@ def _prepare(options: Options) -> Callable[[], int]:
         return lambda: inspect(path)
     if options.plan:
         return _plan(options)
-    if options.bench:
-        from ds4.cli.bench import run_bench
-
-        engine = load_engine(options)
-        return lambda: run_bench(engine, options, sys.stdout)
     if options.imatrix_out is not None or options.perplexity_file is not None:
         from ds4.cli import quality
 
@@ -274,8 +269,7 @@ def load_engine(options: Options, context: int | None = None, history: bool = Tr
         prefill_chunk=options.prefill_chunk,
         threads=options.threads,
         quality=options.quality,
-        # The benchmark goes on from forks of a session, and keeps another one.
-        sessions=options.sessions or (3 if options.bench else 2 if options.decode_consistency else 1),
+        sessions=options.sessions or (2 if options.decode_consistency else 1),
     )
     with Bar("loading the model", sys.stderr, transfer=True) as bar:
         engine = load(options.model, options.device, config=config, progress=bar)

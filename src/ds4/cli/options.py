@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 Mode = Literal["none", "high", "max"]
@@ -40,24 +40,10 @@ NOT_BUILT = {
 MAX_THREADS = 1024
 
 _JOBS = (
-    "inspect", "plan", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "bench", "perplexity_file",
+    "inspect", "plan", "dump_tokens", "dump_logits", "dump_logprobs", "decode_consistency", "perplexity_file",
     "imatrix_out",
 )  # fmt: skip
 """What the command does instead of answering; one at a time."""
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What `--bench` measures: frontiers in tokens of context, tokens decoded at each, runs of each."""
-
-    start: int = 512
-    end: int = 4096
-    multiply: int = 2
-    increment: int = 0
-    decode: int = 64
-    repeats: int = 3
-    first_token: bool = True
-    json: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +87,6 @@ class Options:
     imatrix_out: str | None = None
     imatrix_max_prompts: int | None = None
     imatrix_max_tokens: int | None = None
-    bench: bool = False
-    bench_options: BenchOptions = field(default_factory=BenchOptions)
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -129,7 +113,6 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error(f"--ctx {args.ctx} is too small for --perplexity-file; a window has at least 3 tokens")
     if args.dump_logits == "-":
         parser.error("--dump-logits writes binary numbers; give the name of a file")
-    bench = _bench_options(parser, args)
     return Options(
         model=args.model,
         context=args.ctx,
@@ -165,8 +148,6 @@ def parse(argv: Sequence[str]) -> Options:
         imatrix_out=args.imatrix_out,
         imatrix_max_prompts=args.imatrix_max_prompts,
         imatrix_max_tokens=args.imatrix_max_tokens,
-        bench=args.bench,
-        bench_options=bench,
     )
 
 
@@ -184,32 +165,6 @@ def _check_imatrix(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"{flag} takes its text from a file of its own; leave --prompt and --prompt-file away")
 
 
-def _bench_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> BenchOptions:
-    given = {
-        name: value
-        for flag, name in _BENCH_FLAGS.items()
-        if (value := getattr(args, flag)) is not None and value is not False
-    }
-    if given and not args.bench:
-        flag = next(flag for flag, name in _BENCH_FLAGS.items() if name in given)
-        parser.error(f"--{flag.replace('_', '-')} belongs to --bench; give that too")
-    if "first_token" in given:
-        given["first_token"] = False
-    bench = BenchOptions(**given)
-    if bench.start > bench.end:
-        parser.error(f"--ctx-start {bench.start} is above --ctx-max {bench.end}")
-    if bench.multiply == 1 and not bench.increment and bench.start < bench.end:
-        parser.error("--step-mul 1 never reaches --ctx-max; give --step-incr too")
-    return bench
-
-
-_BENCH_FLAGS = {
-    "ctx_start": "start", "ctx_max": "end", "step_mul": "multiply", "step_incr": "increment", "gen_tokens": "decode",
-    "repeats": "repeats", "no_first_token": "first_token", "bench_json": "json",
-}  # fmt: skip
-"""Flags that only --bench reads, and what they set."""
-
-
 class Parser(argparse.ArgumentParser):
     """Errors without the usage text, which is two screens long."""
 
@@ -221,6 +176,12 @@ class Parser(argparse.ArgumentParser):
 class _NotBuilt(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
         parser.error(f"{flag} is not built yet")
+
+
+class _Moved(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: str | None = None) -> None:
+        sys.stderr.write(f"{parser.prog}: {flag} is a command of its own now: ds4-bench (see `ds4-bench --help`)\n")
+        parser.exit(2)
 
 
 class _Version(argparse.Action):
@@ -242,7 +203,6 @@ TOPICS = {
     "sampling": "Sampling",
     "prompt": "Prompt and answer",
     "diagnostics": "Diagnostics",
-    "benchmark": "Benchmark (with --bench)",
     "commands": "Commands of the interactive session",
 }
 
@@ -292,7 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     _sampling_flags(parser.add_argument_group(TOPICS["sampling"]))
     _prompt_flags(parser.add_argument_group(TOPICS["prompt"]))
     _diagnostic_flags(parser.add_argument_group(TOPICS["diagnostics"]))
-    _bench_flags(parser.add_argument_group(TOPICS["benchmark"]))
+    parser.add_argument("--bench", action=_Moved, nargs="*", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for flags in NOT_BUILT.values():
         for flag in flags:
             parser.add_argument(flag, action=_NotBuilt, nargs="*", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -387,19 +347,6 @@ def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
     )
     _flag(group, "--imatrix-max-prompts N", "with --imatrix-out: end after N prompts", whole(1))
     _flag(group, "--imatrix-max-tokens N", "with --imatrix-out: end after N tokens", whole(1))
-
-
-def _bench_flags(group: argparse._ArgumentGroup) -> None:
-    b = BenchOptions()
-    _flag(group, "--bench", "measure prefill, decode and time to first token")
-    _flag(group, "--ctx-start N", f"first frontier, in tokens ({b.start})", whole(1))
-    _flag(group, "--ctx-max N", f"last frontier ({b.end})", whole(1))
-    _flag(group, "--step-mul N", f"each frontier is this many times the one before ({b.multiply})", whole(1))
-    _flag(group, "--step-incr N", "or this many tokens more, if given", whole(0))
-    _flag(group, "--gen-tokens N", f"tokens decoded at each frontier ({b.decode})", whole(0))
-    _flag(group, "--repeats N", f"runs whose median counts ({b.repeats})", whole(1))
-    _flag(group, "--no-first-token", "do not start new processes to measure the time to the first token")
-    _flag(group, "--bench-json FILE", "write the numbers as JSON; -: to stdout", file_name)
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

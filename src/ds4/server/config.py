@@ -35,10 +35,9 @@ OF_DS4 = frozenset(
     {
         "-p", "--prompt", "--prompt-file", "--raw-prompt", "-sys", "--system", "--think", "--think-max", "--nothink",
         "--hide-thinking", "--temp", "--top-p", "--min-p", "--top-k", "--seed", "--inspect", "--dump-tokens",
-        "--dump-logits", "--dump-logprobs", "--logprobs-top-k", "--decode-consistency", "--bench", "--ctx-start",
-        "--ctx-max", "--step-mul", "--step-incr", "--gen-tokens", "--repeats", "--no-first-token", "--bench-json",
-        "--plan", "--cards", "--sessions", "--perplexity-file", "--imatrix-dataset", "--imatrix-out",
-        "--imatrix-max-prompts", "--imatrix-max-tokens",
+        "--dump-logits", "--dump-logprobs", "--logprobs-top-k", "--decode-consistency", "--plan", "--cards",
+        "--sessions", "--perplexity-file", "--imatrix-dataset", "--imatrix-out", "--imatrix-max-prompts",
+        "--imatrix-max-tokens",
     }
 )  # fmt: skip
 
