@@ -60,6 +60,9 @@ def main() -> None:
             break
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(
+                1
+            )  # makes PyTorch's pool anew after the fork, which several threads cannot do at once
             run(plans, jobs, event)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
