@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,14 @@ def destination(path: str | os.PathLike[str]) -> Path:
     """The path behind all links; a rename onto it would replace whatever is there, a device as well.
 
     Raises:
-        Ds4Error: something else than a file is there, or its folder cannot be looked into.
+        Ds4Error: something else than a file is there, or its folder is missing or cannot be looked into or written.
     """
     try:
         target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            raise Ds4Error(f"{path}: cannot be written: {target.parent}: no such folder; make it first")
+        if not os.access(target.parent, os.W_OK):
+            raise Ds4Error(f"{path}: cannot be written: no permission for {target.parent}; check the folder")
         mode = target.lstat().st_mode
     except FileNotFoundError:
         return target
@@ -36,6 +40,14 @@ def destination(path: str | os.PathLike[str]) -> Path:
         kind = "a directory" if stat.S_ISDIR(mode) else "a link to itself" if stat.S_ISLNK(mode) else "not a file"
         raise Ds4Error(f"{path}: cannot be written: it is {kind}; give the name of a file")
     return target
+
+
+def refuse_input(out: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise `Ds4Error` if the file to write is one of those to read, under whatever name."""
+    for path in inputs:
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.samefile(out, path):
+                raise Ds4Error(f"{out}: is read as {path}, which would be replaced; give another file to write")
 
 
 @contextlib.contextmanager

@@ -154,7 +154,8 @@ def test_another_model_does_not_go_on(
     [
         ("none.jsonl", "a.dat", "none.jsonl: cannot be read"),
         ("bad.jsonl", "a.dat", "bad.jsonl, line 1: it has neither messages"),
-        ("talk.jsonl", "no/a.dat", "cannot be written"),
+        ("talk.jsonl", "no/a.dat", "no such folder; make it first"),
+        ("bad.jsonl", "bad.jsonl", "which would be replaced"),
         ("talk.jsonl", ".", "a directory"),
     ],
 )
@@ -255,6 +256,9 @@ def test_mistakes_of_score(model_file: Path, cases: Path, tmp_path: Path, capsys
         ([str(tmp_path / "none.jsonl"), "-m", str(model_file), "-o", out], "cannot be read"),
         ([str(cases), "-m", str(tmp_path / "none.gguf"), "-o", out], "none.gguf"),
         ([str(cases), "-m", str(model_file), "-o", out, "-c", "4"], "raise --ctx"),
+        ([str(cases), "-m", str(model_file), "-o", str(cases)], "which would be replaced"),
+        ([str(cases), "-m", str(model_file), "-o", str(model_file)], "which would be replaced"),
+        ([str(cases), "-m", str(model_file), "-o", str(tmp_path / "no" / "r.json")], "no such folder; make it first"),
         (["--compare", str(cases), str(cases)], "not a result file"),
     ):
         assert score.main(argv) == 1

@@ -123,7 +123,11 @@ HEAD = '{"format": "ds4-score", "version": 1, "model": "", "source": "", '
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", HEAD.replace("1", "2") + '"cases": []}', HEAD.replace("ds4-", "") + '"cases": []}',
-     HEAD + '"cases": [{"id": "a"}]}'],
+     HEAD + '"cases": [{"id": "a"}]}',
+     HEAD + '"cases": [{"id": "a", "tokens": 0, "nll": 0, "token_nll": [], "first_match": true, "greedy_prefix": 0, '
+     '"agreement": null}]}',
+     HEAD + '"cases": [{"id": "a", "tokens": 2, "nll": 1, "token_nll": [1], "first_match": true, "greedy_prefix": 0, '
+     '"agreement": null}]}'],
 )  # fmt: skip
 def test_files_that_are_no_results(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
@@ -184,3 +188,12 @@ def test_agreements_add_up() -> None:
     one = Agreement(1, 2.0, 3, 4.0, 5, 6, 7)
     one.add(one)
     assert one == Agreement(2, 4.0, 6, 8.0, 10, 12, 14)
+
+
+def test_a_case_that_does_not_fit_is_told_first(engine: ds4.Engine, prompt: tuple[int, ...]) -> None:
+    """Not after hours of scoring the cases before it."""
+    results = Results("m", "c")
+    long = Case("long", prompt, (1,) * engine.context)
+    with pytest.raises(Ds4Error, match=r"case long: .* raise --ctx"):
+        score_all(engine, [Case("a", prompt, (1,)), long], results)
+    assert results.scores == []

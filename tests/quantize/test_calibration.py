@@ -162,3 +162,21 @@ def test_what_rendered_text_cannot_hold_is_left_out(tmp_path: Path) -> None:
         build([], out, mode="x")
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_halves_of_surrogate_pairs_are_left_out(tmp_path: Path) -> None:
+    """JSON can write them, UTF-8 cannot; the template has none in what it renders."""
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "\\ud800 a"}\n{"messages": [{"role": "user", "content": "\\udfff"}]}\n{"text": "b"}\n')
+    named = tmp_path / "\udcff.txt"
+    named.write_text("c\n")
+    built = build([source, named], tmp_path / "out.txt")
+    assert (built.prompts, built.left_out) == (3, {"half of a surrogate pair, which is no character": 1})
+
+
+def test_a_source_is_not_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text\n")
+    with pytest.raises(Ds4Error, match="which would be replaced"):
+        build([source], tmp_path / "." / "a.txt")
+    assert source.read_text() == "text\n"

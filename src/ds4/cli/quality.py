@@ -11,7 +11,7 @@ from ds4.cli.main import INTERRUPTED, OK, complain, load_engine, model_path
 from ds4.cli.options import Options
 from ds4.cli.terminal import Bar, interrupts
 from ds4.errors import Ds4Error
-from ds4.files import destination
+from ds4.files import destination, refuse_input
 
 IMATRIX_CONTEXT = 32_768
 """Tokens of a prompt that are evaluated, if --ctx says nothing else."""
@@ -26,6 +26,7 @@ def collect(options: Options) -> Callable[[], int]:
     assert options.imatrix_dataset is not None
     out, dataset = options.imatrix_out, options.imatrix_dataset
     destination(out)  # before hours of work
+    refuse_input(out, [dataset, model_path(options)])
     prompts = calibration.read_prompts(dataset, options.template)
     engine = load_engine(options, context=IMATRIX_CONTEXT, history=False)
     limits = collecting.Limits(options.imatrix_max_prompts, options.imatrix_max_tokens)

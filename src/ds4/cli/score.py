@@ -66,9 +66,10 @@ def _score(args: Any) -> Callable[[], int]:
     from ds4.cli.terminal import Bar, interrupts
     from ds4.evals.cases import read_cases
     from ds4.evals.score import Results, score_all
-    from ds4.files import destination
+    from ds4.files import destination, refuse_input
 
     destination(args.out)
+    refuse_input(args.out, [args.cases, *([] if args.model is None else [args.model])])
     options = Options(
         model=args.model,
         context=args.ctx,

@@ -78,12 +78,8 @@ def score(engine: Engine, case: Case) -> Score:
     Raises:
         Ds4Error: the case does not fit the context, or the model gives no finite logits.
     """
+    check_fits(engine, case)
     ids = [*case.prompt, *case.tokens]
-    if len(ids) > engine.context:
-        raise Ds4Error(
-            f"case {case.id}: prompt and continuation have {len(ids)} tokens, but the context has {engine.context};"
-            " raise --ctx, or leave the case out"
-        )
     nll, matches, agreement = list[float](), list[bool](), Agreement()
     for place, logits in logits_before(engine, ids, len(case.prompt)):
         for i, row in enumerate(log_softmax_rows(logits)):
@@ -94,6 +90,16 @@ def score(engine: Engine, case: Case) -> Score:
                 _compare_with(case.references[place + i - len(case.prompt)], target, row, agreement)
     prefix = next((i for i, same in enumerate(matches) if not same), len(matches))
     return Score(case.id, len(nll), math.fsum(nll), nll, matches[0], prefix, agreement if case.references else None)
+
+
+def check_fits(engine: Engine, case: Case) -> None:
+    """Raise `Ds4Error` if a case has more tokens than the context."""
+    count = len(case.prompt) + len(case.tokens)
+    if count > engine.context:
+        raise Ds4Error(
+            f"case {case.id}: prompt and continuation have {count} tokens, but the context has {engine.context};"
+            " raise --ctx, or leave the case out"
+        )
 
 
 def _compare_with(reference: Reference, target: int, row: torch.Tensor, sums: Agreement) -> None:
@@ -180,6 +186,8 @@ def _score_of(value: dict[str, Any]) -> Score:
     numbers = [found.nll, found.tokens, found.greedy_prefix, *found.token_nll]
     if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or not isinstance(found.id, str):
         raise ValueError(f"case {found.id!r} has values that are no numbers")
+    if not 1 <= found.tokens == len(found.token_nll):
+        raise ValueError(f"case {found.id!r} has {found.tokens} tokens and {len(found.token_nll)} values")
     return found
 
 
@@ -190,7 +198,12 @@ def score_all(
     progress: Callable[[int, int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> bool:
-    """Add the scores of all cases to `results`; False if `stopped` ended it before. Raises as `score`."""
+    """Add the scores of all cases to `results`; False if `stopped` ended it before. Raises as `score`.
+
+    That a case does not fit is told before any is scored.
+    """
+    for case in cases:
+        check_fits(engine, case)
     for number, case in enumerate(cases):
         if stopped is not None and stopped():
             return False

@@ -23,7 +23,7 @@ from typing import Any
 from ds4.chat import Rendered, render
 from ds4.chat.template import BOS
 from ds4.errors import Ds4Error, RequestError
-from ds4.files import json_lines, read_text, replacing
+from ds4.files import json_lines, read_text, refuse_input, replacing
 from ds4.tokenizer import PROTOCOL_TOKENS
 
 MARKER = "===== DS4_IMATRIX_PROMPT"
@@ -166,6 +166,8 @@ def build(
     """
     if mode not in MODES:
         raise Ds4Error(f"mode {mode!r} is not known: use one of {', '.join(MODES)}")
+    sources = list(sources)
+    refuse_input(out, sources)
     result = Built(0, 0, {})
     seen: set[str] = set()
     with replacing(out) as new, new.open("w", encoding="utf-8", newline="\n") as file:
@@ -189,7 +191,8 @@ def _texts(sources: Iterable[str | os.PathLike[str]], mode: str, profile: str, b
         mode, (True, False)
     )
     for source in sources:
-        text, name = read_text(source), Path(source).name.replace("\n", " ")
+        text = read_text(source)
+        name = Path(source).name.replace("\n", " ").encode("utf-8", "replace").decode()
         if is_jsonl(source):
             for number, value in json_lines(text, name):
                 for each in thinking:
@@ -216,6 +219,8 @@ def _unfit(text: str, seen: set[str]) -> str:
     """Why rendered text cannot hold a prompt; empty if it can."""
     if not text.strip():
         return "empty"
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "half of a surrogate pair, which is no character"
     if str(text) in seen:
         return "the same as another"
     if any(line.startswith(MARKER) for line in str(text).split("\n")):
