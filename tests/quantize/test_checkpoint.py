@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds4.errors import Ds4Error
+from ds4.quantize import checkpoint as module
 from ds4.quantize.checkpoint import INDEX, Reader, open_checkpoint
 from ds4.quantize.decode import DTYPES
 from tests.quantize.conftest import Make, copy_of
@@ -116,3 +117,21 @@ def test_an_index_that_is_wrong(toy: Make, tmp_path: Path) -> None:
     (folder / INDEX).write_text('{"weight_map": ["a"]}')
     with pytest.raises(Ds4Error, match="no 'weight_map'"):
         open_checkpoint(folder)
+
+
+def test_a_shard_larger_than_memory(toy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header is read all the same; what PyTorch says when it cannot map it becomes an error with the name."""
+    folder = copy_of(toy(), tmp_path / "c")
+    original = module.safe_open
+
+    def refusing(file: str, framework: str) -> object:
+        if framework == "pt":
+            raise RuntimeError(f"unable to mmap 53588282336 bytes from file <{file}>: Cannot allocate memory (12)")
+        return original(file, framework=framework)
+
+    monkeypatch.setattr(module, "safe_open", refusing)
+    checkpoint = open_checkpoint(folder)
+    stored = checkpoint.tensors["norm.weight"]
+    with Reader() as reader, pytest.raises(OSError, match="no memory to map this shard") as caught:
+        reader.read(stored)
+    assert caught.value.filename == str(stored.file)

@@ -329,3 +329,51 @@ def test_progress_on_a_terminal_and_in_a_log() -> None:
 def test_the_command_is_installed() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'ds4-quantize = "{command.__name__}:main"' in text
+
+
+def test_inputs_are_never_replaced(toy: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even with --force, nor under the name of a link."""
+    folder = copy_of(toy(), tmp_path / "c")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (tmp_path / "link.gguf").symlink_to(folder / "model-00002-of-00003.safetensors")
+    Imatrix({"blk.1.ffn_up_exps.weight": np.ones((3, 256), np.float32)}).save(tmp_path / "i.dat")
+    for out, more in (
+        (folder / "model-00001-of-00003.safetensors", ()),
+        (tmp_path / "link.gguf", ()),
+        (folder / INDEX, ()),
+        (tmp_path / "i.dat", ("--imatrix", tmp_path / "i.dat")),
+    ):
+        assert run(folder, "--out", out, "--force", *more) == 1
+        assert "which would be replaced; give another file to write" in said(capsys)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_folder_in_the_place_of_the_drafts(toy: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before the work, not after hours of it."""
+    (tmp_path / "m-mtp.gguf").mkdir()
+    assert run(toy(drafts="mtp"), "--out", tmp_path / "m.gguf", "--force") == 1
+    assert "m-mtp.gguf: cannot be written: it is a directory" in said(capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["m-mtp.gguf"]
+
+
+def test_names_that_are_no_text(toy: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(toy(), "--dry-run", "--name", "a\udcff") == 2
+    assert "argument --name: this is not UTF-8 text" in capsys.readouterr().err
+    (tmp_path / "loop").symlink_to("loop")
+    assert run(tmp_path / "loop", "--dry-run") == 1
+    assert "not a folder" in said(capsys)
+
+
+def test_importance_of_another_model_is_told(toy: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some of it fits by name and size; what does not is said."""
+    vector = np.ones((3, 256), np.float32)
+    names = [f"blk.{n}.ffn_{m}_exps.weight" for n in (0, 1, 2) for m in ("down", "gate", "up")]
+    Imatrix(dict.fromkeys((*names[:-3], "blk.9.ffn_up_exps.weight"), vector)).save(tmp_path / "other.dat")
+    assert run(toy(), "--dry-run", "--imatrix", tmp_path / "other.dat") == 0
+    text = capsys.readouterr().err
+    assert "importance for 6 tensors" in text
+    assert "none for 3 tensors of routed experts, such as blk.2.ffn_down_exps.weight" in text
+    assert "1 entries are of no tensor of this model, such as 'blk.9.ffn_up_exps.weight'" in text
+    Imatrix(dict.fromkeys(names, vector)).save(tmp_path / "all.dat")
+    assert run(toy(), "--dry-run", "--imatrix", tmp_path / "all.dat") == 0
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ds4.quantize.checkpoint import Checkpoint, open_checkpoint
 from ds4.quantize.drafts import draft_path
 from ds4.quantize.plan import UNIT_VALUES, FilePlan, make_plans
 from ds4.quantize.recipe import FAMILIES, VECTORS, Recipe, family, parse_overrides
-from tests.quantize.conftest import TOY, Make
+from tests.quantize.conftest import TOY, Make, copy_of
 
 OUT = Path("out.gguf")
 
@@ -200,3 +201,20 @@ def test_draft_stages_must_be_whole(toy: Make) -> None:
     config = {**checkpoint.config, "dspark_target_layer_ids": [99]}
     with pytest.raises(Ds4Error, match=r"dspark_target_layer_ids is \[99\]"):
         make_plans(replace(checkpoint, config=config), OUT, Recipe())
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hc_mult"])
+def test_numbers_beyond_the_weights_are_refused_at_once(toy: Make, tmp_path: Path, key: str) -> None:
+    """Before as many tokens as config.json says are made, or a key is written that cannot hold them."""
+    folder = copy_of(toy(), tmp_path / "c")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 10**9}))
+    with pytest.raises(Ds4Error, match=r"expected .*000"):
+        make_plans(open_checkpoint(folder), tmp_path / "m.gguf", Recipe("q4"))
+
+
+def test_file_names_that_are_no_text_are_recorded_without_it(toy: Make) -> None:
+    """Python shows bytes that are no UTF-8 as surrogates, which no key can hold."""
+    (made,) = make_plans(open_checkpoint(toy()), OUT, Recipe("q4"), imatrix=("a\udcff.dat", 1))
+    assert b"quantize.imatrix.file" in made.header
+    assert b"a?.dat" in made.header

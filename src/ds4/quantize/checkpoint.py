@@ -6,6 +6,7 @@ work, so that neither the heap nor the resident set grows with the checkpoint.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -51,6 +52,11 @@ class Checkpoint:
     def shards(self) -> list[Path]:
         """Every file that holds a tensor, sorted."""
         return sorted({stored.file for stored in self.tensors.values()})
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read."""
+        return [*self.shards, *(self.folder / name for name in ("config.json", "tokenizer.json", INDEX))]
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -124,7 +130,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
 
 def _header(shard: Path) -> dict[str, Stored]:
     try:
-        opened = _open(shard)
+        opened = _open(shard, "np")
     except OSError as error:
         raise Ds4Error(f"{shard}: cannot be opened: {error.strerror or error}; check the file") from error
     with opened as file:
@@ -135,11 +141,15 @@ def _header(shard: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _open(shard: Path) -> Any:
+def _open(shard: Path, framework: str) -> Any:
+    """A handle. "np" maps read-only, "pt" a private copy, which may be refused for a shard larger than memory."""
     try:
-        return safe_open(str(shard), framework="pt")
+        return safe_open(str(shard), framework=framework)
     except SafetensorError as error:
         raise Ds4Error(f"{shard}: not a whole safetensors file ({error}); {_AGAIN}") from error
+    except RuntimeError as error:  # PyTorch's, of mmap
+        text = "no memory to map this shard: make smaller shards, or let the system overcommit memory"
+        raise OSError(errno.ENOMEM, text, str(shard)) from error
 
 
 class Reader:
@@ -164,7 +174,7 @@ class Reader:
         """
         file = self._files.get(stored.file)
         if file is None:
-            file = self._files[stored.file] = self._open.enter_context(_open(stored.file))
+            file = self._files[stored.file] = self._open.enter_context(_open(stored.file, "pt"))
         try:
             tensor: torch.Tensor = file.get_slice(stored.name)[ranges] if ranges else file.get_tensor(stored.name)
         except (SafetensorError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4.errors import Ds4Error
+from ds4.quantize.imatrix import packed
 from ds4.quantize.plan import FilePlan, Unit
 
 Vectors = npt.NDArray[np.float32]
@@ -23,7 +24,7 @@ def fit(plans: Iterable[FilePlan], vectors: Importance, place: Path) -> dict[str
         vectors: GGUF name -> float32 [experts, cols], [cols], or all experts in one row.
 
     Raises:
-        Ds4Error: there is none for a tensor of the model, or one has another size or values that cannot be.
+        Ds4Error: there is none for any tensor of the model, or one has another size or values that cannot be.
     """
     fitting: dict[str, Vectors] = {}
     for output in (output for plan in plans for output in plan.outputs):
@@ -46,6 +47,23 @@ def fit(plans: Iterable[FilePlan], vectors: Importance, place: Path) -> dict[str
     if not fitting:
         raise Ds4Error(f"{place}: holds no vectors for a tensor of this model; they were collected with another model")
     return fitting
+
+
+def describe(plans: Iterable[FilePlan], vectors: Importance, fitting: Importance) -> list[str]:
+    """What a user should know of a file that `fit` took: how many tensors it serves, and what does not match."""
+    names = {output.name for plan in plans for output in plan.outputs if not plan.draft}
+    lines = [f"importance for {len(fitting)} tensors"]
+    without = sorted(name for name in names if packed(name) and name not in fitting)
+    if without:
+        lines.append(
+            f"none for {len(without)} tensors of routed experts, such as {without[0]}; all columns count the same"
+        )
+    foreign = sorted(set(vectors) - names)
+    if foreign:
+        lines.append(
+            f"{len(foreign)} entries are of no tensor of this model, such as {foreign[0]!r}; is it of another?"
+        )
+    return lines
 
 
 def importance_of(unit: Unit, importance: Importance) -> Vectors | None:

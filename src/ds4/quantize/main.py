@@ -6,11 +6,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds4.errors import Ds4Error
-from ds4.files import destination
+from ds4.files import destination, refuse_input
 from ds4.process import exit_at_interrupt, wait_passively
 from ds4.quantize.options import Options, parse
 
@@ -30,6 +31,9 @@ GPU_JOBS = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status: 0, 1 for an error, 2 for wrong flags, 130 after Ctrl+C."""
     wait_passively()
+    for stream in (sys.stdout, sys.stderr):  # a name of a file need not be text that the terminal can show
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as end:
@@ -70,7 +74,7 @@ def _run(options: Options) -> int:
     from ds4.quantize import report
     from ds4.quantize.checkpoint import open_checkpoint
     from ds4.quantize.convert import Settings, check_outputs, convert
-    from ds4.quantize.importance import fit
+    from ds4.quantize.importance import describe, fit
     from ds4.quantize.plan import make_plans
     from ds4.quantize.recipe import LAST_LAYERS, Recipe, parse_overrides
 
@@ -80,8 +84,9 @@ def _run(options: Options) -> int:
     out = _target(options)
     device = _device(options.device)
     vectors, identity, recorded = _importance(options.imatrix)
+    checkpoint = open_checkpoint(options.checkpoint)
     plans = make_plans(
-        open_checkpoint(options.checkpoint), out, recipe, name=options.name, with_drafts=options.drafts,
+        checkpoint, out, recipe, name=options.name, with_drafts=options.drafts,
         skip=options.skip, imatrix=recorded,
     )  # fmt: skip
     importance = {} if options.imatrix is None else fit(plans, vectors, options.imatrix)
@@ -89,7 +94,8 @@ def _run(options: Options) -> int:
     settings = Settings(jobs, int(options.memory_gib * (1 << 30)), device, importance, identity)
     console, side = Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True)
     if options.imatrix is not None:
-        side.print(f"{options.imatrix}: importance for {len(importance)} tensors", highlight=False, markup=False)
+        for line in describe(plans, vectors, importance):
+            side.print(f"{options.imatrix}: {line}", highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
         for plan in plans:
             console.print(report.size_table(plan))
@@ -97,12 +103,18 @@ def _run(options: Options) -> int:
         return OK
     if options.compare is not None:
         return _compare(plans, options.compare, settings, console)
+    plans = [replace(plan, path=destination(plan.path)) for plan in plans]
+    inputs = (*checkpoint.files, *([] if options.imatrix is None else [options.imatrix]))
+    for plan in plans:
+        refuse_input(plan.path, inputs)
     if not options.force:
         check_outputs(plans, settings)
     total = sum(output.n_values for plan in plans for output in plan.outputs)
     try:
         with report.progress(total, side) as progress:
-            convert(plans, settings, progress, lambda text: side.print(text, highlight=False, markup=False))
+            convert(
+                plans, settings, progress, lambda text: side.print(text, highlight=False, markup=False, soft_wrap=True)
+            )
     except torch.OutOfMemoryError as error:
         raise MemoryError from error
     for plan in plans:
@@ -113,9 +125,7 @@ def _run(options: Options) -> int:
 def _target(options: Options) -> Path:
     """The file to write; raises `Ds4Error` for a place that cannot be one."""
     if options.out is None:
-        return Path(f"{options.checkpoint.resolve().name}-{options.recipe}.gguf")
-    if not options.out.parent.is_dir():
-        raise Ds4Error(f"{options.out.parent}: no such folder; make it first")
+        return Path(f"{os.path.basename(os.path.realpath(options.checkpoint))}-{options.recipe}.gguf")
     return destination(options.out)
 
 

@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--memory-gib", type=_positive, default=8.0, metavar="X", help="limit of the pieces in work (default 8)")
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:N (default auto)")
-    add("--name", metavar="TEXT", help="name recorded in the file (default: that of the folder)")
+    add("--name", type=_text, metavar="TEXT", help="name recorded in the file (default: that of the folder)")
     add("--no-drafts", action="store_true", help="leave MTP and DSpark blocks out")
     add("--skip", action="append", default=[], metavar="PATTERN", help="leave out tensors of the checkpoint")
     add("--dry-run", action="store_true", help="print the tensors by family, types and sizes, and write nothing")
@@ -115,6 +115,12 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def _text(text: str) -> str:
+    if any("\ud800" <= char <= "\udfff" for char in text):  # how Python shows bytes that are no UTF-8
+        raise argparse.ArgumentTypeError("this is not UTF-8 text")
+    return text
 
 
 def _positive(text: str) -> float:

@@ -136,12 +136,13 @@ def make_plans(
     """
     shape = shape_of(checkpoint)
     sources = Sources(checkpoint, skip)
-    label = name or checkpoint.folder.resolve().name
+    label = name or _utf8(checkpoint.folder.resolve().name)
     specs, types, shape = _model_types(shape, recipe)
     _refuse_leftovers(sources, specs, checkpoint)
+    found = _found(specs, types, sources)  # before a list of as many tokens as config.json says is made
     recorded = _recorded(recipe, imatrix)
     keys = model_keys(checkpoint, shape, label) | recorded | tokenizer_keys(checkpoint, shape.vocab)
-    plans = [_file(out, shape, keys, specs, types, sources, draft=False)]
+    plans = [_file(out, shape, keys, specs, types, found, draft=False)]
     kind = drafts.draft_kind(sources.names)
     if kind is not None and with_drafts:
         specs = drafts.draft_tensors(sources.names, shape, checkpoint.config)
@@ -151,8 +152,14 @@ def make_plans(
             | recorded
             | drafts.draft_keys(kind, checkpoint, shape, specs)
         )
-        plans.append(_file(drafts.draft_path(out, kind), shape, keys, specs, types, sources, draft=True))
+        beside = drafts.draft_path(out, kind)
+        plans.append(_file(beside, shape, keys, specs, types, _found(specs, types, sources), draft=True))
     return plans
+
+
+def _utf8(name: str) -> str:
+    """The name of a file as a key can hold it: bytes that are no UTF-8 become question marks."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _model_types(shape: Shape, recipe: Recipe) -> tuple[dict[str, TensorSpec], dict[str, Type], Shape]:
@@ -185,9 +192,17 @@ def _refuse_leftovers(sources: Sources, specs: Mapping[str, TensorSpec], checkpo
 def _recorded(recipe: Recipe, imatrix: tuple[str, int] | None) -> dict[str, Value]:
     keys = {"general.file_type": Value(_FILE_TYPES[recipe.name], GGUFValueType.UINT32)}
     if imatrix is not None:
-        keys["quantize.imatrix.file"] = Value(imatrix[0], GGUFValueType.STRING)
+        keys["quantize.imatrix.file"] = Value(_utf8(imatrix[0]), GGUFValueType.STRING)
         keys["quantize.imatrix.entries_count"] = Value(imatrix[1], GGUFValueType.INT32)
     return keys
+
+
+def _found(specs: Mapping[str, TensorSpec], types: Mapping[str, Type], sources: Sources) -> dict[str, Source]:
+    """The source of every tensor; raises `Ds4Error` for the first that is missing or does not fit."""
+    return {
+        name: (sources.table if types[name] == Type.I32 else sources.source)(name, spec.dims)
+        for name, spec in specs.items()
+    }
 
 
 def _file(
@@ -196,14 +211,13 @@ def _file(
     keys: Mapping[str, Value],
     specs: Mapping[str, TensorSpec],
     types: Mapping[str, Type],
-    sources: Sources,
+    found: Mapping[str, Source],
     draft: bool,
 ) -> FilePlan:
     header = header_bytes(keys, {name: (types[name], spec.dims) for name, spec in specs.items()})
     outputs, end = [], len(header)
     for name, spec in specs.items():
-        find = sources.table if types[name] == Type.I32 else sources.source
         nbytes = row_bytes(types[name], spec.dims[0]) * math.prod(spec.dims[1:])
-        outputs.append(Output(name, types[name], spec.dims, end, nbytes, find(name, spec.dims)))
+        outputs.append(Output(name, types[name], spec.dims, end, nbytes, found[name]))
         end += -(-nbytes // GGUF_DEFAULT_ALIGNMENT) * GGUF_DEFAULT_ALIGNMENT
     return FilePlan(path, header, tuple(outputs), end, shape, draft)
