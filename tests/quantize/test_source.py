@@ -222,3 +222,11 @@ def test_tables(folder: Callable[..., Checkpoint]) -> None:
 def test_a_whole_checkpoint_has_sources_for_everything(toy: Make) -> None:
     names = {layout: Sources(open_checkpoint(toy(layout))).names for layout in ("official", "transformers")}
     assert names["official"] == names["transformers"]
+
+
+def test_vectors_in_fp8_are_refused(folder: Callable[..., Checkpoint]) -> None:
+    """A vector is read whole, without scales."""
+    name = "layers.0.attn_norm"
+    checkpoint = folder({f"{name}.weight": fp8(1, 256), f"{name}.scale": torch.full((1, 2), 0.5)})
+    with pytest.raises(Ds4Error, match=r"type F8_E4M3 is not read for a vector; known are F64, F32, F16, BF16$"):
+        Sources(checkpoint).source("blk.0.attn_norm.weight", (256,))

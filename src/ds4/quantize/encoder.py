@@ -14,6 +14,10 @@ Bytes = npt.NDArray[np.uint8]
 
 _DTYPES = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
+# The largest float16 scale times the largest code: for values with a minimum on the side that has less, for IQ2_XXS the
+# smallest magnitude, since few points of its grid have a larger one everywhere.
+_LARGEST = {Type.Q8_0: 127 * 65504, Type.Q4_K: 63 * 65504, Type.Q2_K: 15 * 65504, Type.IQ2_XXS: 8 * 15.5 / 4 * 65504}
+
 
 def encode_rows(values: torch.Tensor, type: Type, importance: npt.NDArray[np.float32] | None, name: str) -> Bytes:
     """uint8 [rows, bytes of a row] of finite float32 values [rows, cols].
@@ -35,6 +39,9 @@ def encode_rows(values: torch.Tensor, type: Type, importance: npt.NDArray[np.flo
     if type == Type.MXFP4:
         # Only for sources that are not FP4 themselves, which is rare; numpy's speed will do.
         return np.asarray(quants.quantize(values.cpu().numpy(), type))
+    limit = _LARGEST[type]
+    if max(-float(values.min()), float(values.max())) > limit:
+        raise Ds4Error(f"tensor {name!r} has values beyond {limit:.3g}, the range of {type.name}; use another type")
     from ds4.quantize.codes import encode
 
     return np.asarray(encode(values, type, importance, device=str(values.device), threads=1))

@@ -238,7 +238,7 @@ def _check_matrix(part: Part, source: Source, vector: bool) -> None:
     """Raise for a shape, a type or scales that do not fit."""
     weight, scale, (rows, cols) = part.weight, part.scale, (source.rows, source.cols)
     expected: tuple[int, ...] = (cols,) if vector else (rows, cols)
-    if weight.dtype == "F8_E4M3":
+    if weight.dtype == "F8_E4M3" and not vector:
         tiles = (math.ceil(rows / source.tile[0]), math.ceil(cols / source.tile[1]))
         _check_scale(part, tiles, decode.SCALES)
     elif weight.dtype in decode.PACKED:
@@ -249,8 +249,9 @@ def _check_matrix(part: Part, source: Source, vector: bool) -> None:
         expected = (rows, cols // 2)
         _check_scale(part, (rows, cols // decode.FP4_GROUP), ("F8_E8M0", "U8"))
     elif weight.dtype not in decode.FLOATS:
-        known = ", ".join((*decode.FLOATS, "F8_E4M3 and FP4 as I8"))
-        raise Ds4Error(f"{weight.where}: type {weight.dtype} is not read; known are {known}")
+        known = ", ".join((*decode.FLOATS, *(() if vector else ("F8_E4M3 and FP4 as I8",))))
+        what = " for a vector" if vector else ""
+        raise Ds4Error(f"{weight.where}: type {weight.dtype} is not read{what}; known are {known}")
     elif scale is not None:
         raise Ds4Error(f"{scale.where}: scales of {weight.name!r}, which is {weight.dtype} and needs none")
     shape = _squeezed(weight.shape) if vector else weight.shape
