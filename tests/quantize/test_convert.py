@@ -170,6 +170,7 @@ def driven(folder: Path, out: Path, jobs: int, *events: int) -> list[str]:
     command = [sys.executable, str(DRIVER), str(folder), str(out), str(jobs), *map(str, events)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr  # of a child that was to be killed
     return [line for line in result.stdout.splitlines() if line in ("killed", "done")]
 
 
@@ -534,3 +535,18 @@ def test_memory_does_not_grow_with_the_checkpoint(
     bound = 2 * max(unit.work_bytes for unit in plans[0].units())
     grown = peak_growth(lambda: convert(plans, Settings(jobs=2), nothing, nothing))
     assert grown < bound + (16 << 20), f"{grown:,} bytes"
+
+
+def test_a_journal_that_was_taken_away_while_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that had it ended just then; what is locked has no name any more."""
+    out = tmp_path / "m.gguf"
+    original = journal.fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        journal.journal_path(out).unlink()
+        original(descriptor, how)
+
+    monkeypatch.setattr(journal.fcntl, "flock", late)
+    with pytest.raises(Ds4Error, match="another ds4-quantize is writing this file"):
+        journal.Workfile(out, 100, "x")
+    assert list(tmp_path.iterdir()) == []

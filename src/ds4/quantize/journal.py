@@ -70,6 +70,8 @@ class Workfile:
         try:
             self._log = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._still_there():
+                raise BlockingIOError
         except BlockingIOError as error:
             raise Ds4Error(f"{self.out}: another ds4-quantize is writing this file; wait for it") from error
         except OSError as error:
@@ -83,6 +85,12 @@ class Workfile:
             self.started_over = existed
             self._start()
         self._data = os.open(self.part, os.O_RDWR | os.O_CLOEXEC)
+
+    def _still_there(self) -> bool:
+        """The locked journal has its name; a process that ended between opening and locking has taken it away."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._log), self.journal.stat())
+        return False
 
     @staticmethod
     def _is_ours(head: list[str]) -> bool:
