@@ -195,6 +195,8 @@ def test_a_silent_stream_gets_headers_and_keep_alives_in_prefill_and_decode() ->
         with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/event-stream")
+            # Known before the first event, so that the request can be found in /sessions.
+            assert response.headers["x-request-id"] == "1"
             assert response.headers["cache-control"] == "no-cache"
             lines = response.iter_lines()
             seen = []
@@ -209,6 +211,7 @@ def test_a_silent_stream_gets_headers_and_keep_alives_in_prefill_and_decode() ->
         assert json.loads(rest[0].removeprefix("data: "))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+        assert server.post({"messages": HELLO}).headers["x-request-id"] == "2"
 
 
 def test_a_failure_is_a_status_before_the_first_byte_and_an_event_after_it() -> None:

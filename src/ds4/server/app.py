@@ -164,7 +164,7 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         exchange.close()
         if isinstance(end, Failed):
             raise _failure(end)
-        return JsonResponse(writer.whole(end))
+        return JsonResponse(writer.whole(end), headers={"x-request-id": str(exchange.job.number)})
 
     return answer
 

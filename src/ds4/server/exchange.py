@@ -134,7 +134,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the stream; the ASGI interface."""
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            # The first event may be far away: who wants to find the request in `/sessions` until then needs its number.
+            (b"x-request-id", str(self._exchange.job.number).encode()),
+        ]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._frames(send)
