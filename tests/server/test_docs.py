@@ -97,7 +97,7 @@ def test_the_container_copies_what_is_there_and_checks_a_path_that_needs_no_key(
     container = read("deploy/Containerfile")
     copied = [name for text in re.findall(r"^COPY (.*) \./?\S*$", container, re.MULTILINE) for name in text.split()]
     assert {"pyproject.toml", "src"} <= set(copied)
-    ignored = read("deploy/Containerfile.containerignore").splitlines()
+    ignored = read("deploy/Containerfile.dockerignore").splitlines()
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignored
