@@ -119,7 +119,11 @@ function dedent(lines) {
   return lines.map((line) => line.slice(Math.min(least, /^ */.exec(line)[0].length)));
 }
 
-const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
+/** The cells of a line; behind a backslash a bar is text. */
+function cells(line) {
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
 
 function isDelimiter(line, columns) {
   const parts = cells(line);
@@ -202,7 +206,7 @@ class Inline {
       while (this.text[end + run] === "`") run++;
       if (run === size) {
         this.at = end + size;
-        return { type: "code", text: this.text.slice(start, end).replace(/^ (.*[^ ].*) $/s, "$1") };
+        return { type: "code", text: unpadded(this.text.slice(start, end)) };
       }
       end += run;
     }
@@ -243,7 +247,7 @@ class Inline {
       if (this.middle < 0) this.missing.add("](");
     }
     const middle = this.middle;
-    if (middle < start || middle - start > LONGEST_LABEL) return null;
+    if (middle < start || middle - start > LONGEST_LABEL || !isBalanced(this.text, start, middle)) return null;
     let open = 1;
     for (let end = middle + 2; end < this.text.length && end - middle < LONGEST_LINK; end++) {
       if (this.text[end] === "(") open++;
@@ -270,6 +274,20 @@ class Inline {
     this.at += match[1] === undefined ? shown.length : match[0].length;
     return { type: "link", address, inline: [{ type: "text", text: shown }] };
   }
+}
+
+/** The text of a code span: one space at both ends belongs to its marks, if there is more than spaces. */
+const unpadded = (text) => (text.startsWith(" ") && text.endsWith(" ") && text.trim() ? text.slice(1, -1) : text);
+
+/** Whether each bracket between two places has its partner there, so that a label begins at its own bracket. */
+function isBalanced(text, start, end) {
+  let open = 0;
+  for (let at = start; at < end; at++) {
+    if (text[at] === "\\") at++;
+    else if (text[at] === "[") open++;
+    else if (text[at] === "]" && --open < 0) return false;
+  }
+  return open === 0;
 }
 
 const isWord = (letter) => letter !== undefined && /[\p{L}\p{N}_]/u.test(letter);
