@@ -61,6 +61,12 @@ class Pace:
             self._left += steps
             self._changed.notify_all()
 
+    @property
+    def left(self) -> int:
+        """Steps that may go and did not."""
+        with self._changed:
+            return self._left
+
     def open(self) -> None:
         """Let all go from now on."""
         with self._changed:

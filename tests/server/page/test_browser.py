@@ -65,6 +65,22 @@ def test_text_is_never_html_and_code_tables_and_links_are_shown(tab: Opens) -> N
     assert page.locator(".answer b, .answer i, .said b").count() == 0
 
 
+def test_text_begins_where_its_script_does(tab: Opens) -> None:
+    hebrew = "\u05e9\u05dc\u05d5\u05dd"
+    opened = tab(line("</think>", f"{hebrew}.\n\nHello.\n\n- {hebrew}\n\n```\ncode\n```"))
+    opened.ask(f"{hebrew}?")
+    side = """node => {
+      const range = document.createRange();
+      range.selectNodeContents(node);
+      const [text, box] = [range.getBoundingClientRect(), node.getBoundingClientRect()];
+      return text.left - box.left > box.right - text.right ? "right" : "left";
+    }"""
+    paragraphs = opened.page.locator(".prose > p")
+    assert [paragraph.evaluate(side) for paragraph in paragraphs.all()] == ["right", "left"]
+    assert opened.page.locator(".prose li").evaluate(side) == "right"
+    assert opened.page.locator(".said").evaluate("node => getComputedStyle(node).unicodeBidi") == "plaintext"
+
+
 def test_the_next_turn_reuses_what_was_said(tab: Opens) -> None:
     opened = tab(line("Hm", ".", "</think>", "One", "."), line("So", "</think>", "Two"))
     opened.ask(LONG)
@@ -146,6 +162,36 @@ def test_a_call_is_shown_and_answered_by_hand(tab: Opens) -> None:
     opened.sees(".prose", "Fine.", nth=1)
     assert page.locator(".answer").count() == 2
     assert call.locator(".result").inner_text() == "rain"
+
+
+def test_a_result_that_is_edited_while_an_answer_is_written_is_not_lost(tab: Opens) -> None:
+    pace = Pace()
+    opened = tab(
+        line(*CALL), line("</think>", "Rain"), line("</think>", "a", step_ms=1), line("</think>", "Sun"), wait=pace
+    )
+    page = opened.page
+    opened.offer()
+    pace.let(100)
+    opened.ask("And the weather?")
+    field = page.get_by_label("Result of get_weather")
+    field.fill("rain")
+    field.press("Enter")
+    opened.answer(2)
+    page.get_by_role("button", name="Edit result").click()
+    field.fill("sun")
+    pace.let(-pace.left)
+    opened.send("Thanks")
+    page.wait_for_selector(".answer.live")
+    field.press("Enter")
+    field.press("End")
+    page.keyboard.type("n")
+    pace.open()
+    opened.answer(3)
+    page.keyboard.type("y")  # the field still has the focus
+    assert field.input_value() == "sunny"
+    field.press("Enter")
+    opened.sees(".prose", "Sun", nth=1)
+    assert page.locator(".result").inner_text() == "sunny"
 
 
 def test_of_several_calls_all_are_answered(tab: Opens) -> None:
@@ -240,6 +286,31 @@ def test_an_edit_replaces_what_follows_and_reuses_what_precedes(tab: Opens) -> N
     assert reused >= 0.8 * prompt
 
 
+def test_what_is_edited_while_an_answer_is_written_is_not_lost(tab: Opens) -> None:
+    pace = Pace()
+    opened = tab(line(*GOOD), line("</think>", "a", step_ms=1), line("</think>", "Three"), wait=pace)
+    page = opened.page
+    pace.let(10)
+    opened.ask("First")
+    page.keyboard.press("ArrowUp")
+    field = page.get_by_label("Edit your message")
+    field.fill("Another first")
+    page.focus("#message")
+    page.keyboard.press("ArrowUp")
+    assert opened.focused() == "Edit your message"
+    pace.let(-pace.left)
+    opened.send("Second")
+    page.wait_for_selector(".answer.live")
+    field.press("Enter")
+    assert field.input_value() == "Another first"
+    assert page.get_by_role("button", name="Send again").is_disabled()
+    pace.open()
+    opened.answer(2)
+    field.press("Enter")
+    opened.sees(".prose", "Three")
+    assert page.locator(".said").all_inner_texts() == ["Another first"]
+
+
 def test_the_arrow_edits_the_last_message(tab: Opens) -> None:
     opened = tab(line("</think>", "One"), line("</think>", "Two"))
     opened.ask("First")
@@ -325,6 +396,17 @@ def test_what_is_stored_by_others_does_no_harm(tab: Opens) -> None:
         opened.page.wait_for_selector("#model:not(:empty)")
         assert opened.page.locator(".turn").count() == 0
     opened.ask("Hello")
+
+
+def test_an_answer_of_very_many_parts_is_shown(tab: Opens) -> None:
+    opened = tab(line(*GOOD))
+    script = """text => localStorage.setItem("ds4.conversation", JSON.stringify([{
+      role: "assistant", reasoning: "", text, calls: [], finish: "stop", error: null, numbers: {},
+    }]))"""
+    opened.page.evaluate(script, "`a` " * 150_000)
+    opened.page.reload()
+    opened.page.wait_for_selector("#model:not(:empty)")
+    assert opened.page.locator(".prose code").count() == 150_000
 
 
 def test_a_conversation_that_does_not_fit_the_storage_goes_on(tab: Opens) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from page_harness import BACKGROUND, GOOD, LONG, Opens, Pace, Tab
-from server_harness import line, serving
+from server_harness import call_pieces, line, serving
 
 from ds4.engine import EngineConfig
 from ds4.engine.loading import load
@@ -67,6 +67,13 @@ def test_a_server_that_is_gone_is_an_error_with_a_way_on(tab: Opens) -> None:
     gone = opened.ask("Hello")
     assert gone.locator(".what").inner_text() == "The server does not answer"
     assert "still running" in gone.inner_text()
+    opened.context.unroute("**/v1/chat/completions")
+    unreadable = ["data: {\n\n", "data: null\n\n"]
+    opened.context.route("**/v1/chat/completions", lambda route: route.fulfill(body=unreadable.pop()))
+    for _ in range(2):
+        gone.get_by_role("button", name="Try again").click()
+        opened.sees(".what", "The server's answer cannot be read")
+    assert unreadable == []
     opened.context.unroute("**/v1/chat/completions")
     gone.get_by_role("button", name="Try again").click()
     opened.sees(".prose", "Fine.")
@@ -180,6 +187,18 @@ def test_a_narrow_screen_shows_everything_without_scrolling_sideways(tab: Opens)
     assert not page.evaluate("document.querySelector('#main').inert")
 
 
+def test_a_call_with_long_names_fits_on_a_narrow_screen(tab: Opens) -> None:
+    name = "part_" * 12
+    call = call_pieces((name, [(name, ["z" * 200], True)]))
+    opened = tab(line("</think>", *call), context=NARROW)
+    page = opened.page
+    opened.offer(Name=name)
+    page.click("#panel-close")
+    opened.ask("Hello")
+    assert page.evaluate("document.querySelector('#scroller').scrollWidth <= innerWidth")
+    assert page.evaluate("document.querySelector('.call dd').clientWidth > innerWidth / 3")
+
+
 def test_on_a_touch_screen_enter_begins_a_line(tab: Opens) -> None:
     opened = tab(line(*GOOD), context={**NARROW, "is_mobile": True, "has_touch": True})
     page = opened.page
@@ -263,6 +282,8 @@ def test_the_live_sessions_are_listed(tab: Opens) -> None:
     assert "this one" not in page.locator("#sessions li:has-text('Request 1')").inner_text()
     assert page.locator("#sessions-count").inner_text() == "2 of 3"
     page.click("#new")
+    page.wait_for_selector("#sessions:not(:has-text('this one')):has-text('Request 2')")
+    page.click("#new")
     page.click("#panel-close")
     assert opened.focused() == "panel-toggle"
 
@@ -274,6 +295,19 @@ def test_two_tabs_show_the_same_conversation(tab: Opens) -> None:
     opened.ask("Hello")
     other.wait_for_selector(".prose:has-text('Fine.')")
     assert other.locator(".said").inner_text() == "Hello"
+
+
+def test_an_edit_stays_when_another_tab_goes_on(tab: Opens) -> None:
+    opened = tab(line(*GOOD), line(*GOOD))
+    opened.ask("Hello")
+    other = opened.context.new_page()
+    other.goto(opened.server.url)
+    other.focus("#message")
+    other.keyboard.press("ArrowUp")
+    other.keyboard.type(" you")
+    opened.ask("Again")
+    other.wait_for_selector(".answer:nth-of-type(4)")
+    assert other.get_by_label("Edit your message").input_value() == "Hello you"
 
 
 def test_a_reader_who_scrolled_up_is_left_there(tab: Opens) -> None:

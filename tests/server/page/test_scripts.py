@@ -80,6 +80,7 @@ def test_inline_markdown(folder: Path) -> None:
         r"\*no\* \[no](http://e.org)": [text("*no* [no]("), link("http://e.org/", "http://e.org"), text(")")],
         "***": [text("***")],
         "": [],
+        "`  `": [{"type": "code", "text": "  "}],
         "**a *e* b**": [{"type": "strong", "inline": [text("a "), emphasis, text(" b")]}],
     }
     found = node(folder, "markdown.js", "inline", "return value.map((text) => inline(text));", list(cases))
@@ -95,6 +96,9 @@ def test_links_lead_only_where_they_may(folder: Path) -> None:
         "see https://e.org/a?b=1, or": [text("see "), link("https://e.org/a?b=1", "https://e.org/a?b=1"), text(", or")],
         "<https://e.org>": [link("https://e.org/", "https://e.org")],
         "[](https://e.org/)": [link("https://e.org/", "https://e.org/")],
+        "see [1] and [a](https://e.org/)": [text("see [1] and "), link("https://e.org/", "a")],
+        "[ ] [a [b] c](https://e.org/)": [text("[ ] "), link("https://e.org/", "a [b] c")],
+        "[[a](https://e.org/)]": [text("["), link("https://e.org/", "a"), text("]")],
     }
     for target in (
         "javascript:alert(1)", "JaVaScRiPt:alert(1)", " javascript:alert(1)", "java\tscript:alert(1)",
@@ -128,6 +132,13 @@ def test_blocks(folder: Path) -> None:
             {"type": "table", "head": [[text("a")], [text("b")]], "rows": [[[text("1")], []]]},
             paragraph(text("x")),
         ],
+        "| a\\|b | c |\n|---|---|\n| `1\\|2` | 3 \\|": [
+            {
+                "type": "table",
+                "head": [[text("a|b")], [text("c")]],
+                "rows": [[[{"type": "code", "text": "1|2"}], [text("3 |")]]],
+            },
+        ],
         "a | b\nno table": [paragraph(text("a | b\nno table"))],
         "<script>x</script>": [paragraph(text("<script>x</script>"))],
     }
@@ -159,7 +170,7 @@ def test_hostile_texts_cost_no_more_than_others(folder: Path) -> None:
         "markdown.js",
         "parse",
         "return value.map((text) => parse(text).length);",
-        [*HOSTILE, "[" * 100_000 + "]("],
+        [*HOSTILE, "[" * 100_000 + "](", "` " + "a" * 300_000 + "`"],
     )
     assert all(isinstance(count, int) for count in shapes)
 
@@ -249,6 +260,14 @@ def test_an_answer_grows_by_its_deltas_and_goes_back_as_messages(folder: Path) -
     # A call that a limit cut off is not one that was made.
     assert found["cut"] == found["before"]
     assert found["none"] == []
+
+
+def test_turns_of_another_tab_are_merged_from_the_front(folder: Path) -> None:
+    code = "return value.map(([before, now]) => merge(before, now).map((turn, at) => turn === before[at]));"
+    one, two, other = ({"role": "user", "text": name} for name in ("one", "two", "other"))
+    cases = [[[one, two], [one, two, other]], [[one, two], [other, two]], [[one], []], [[], [one]]]
+    same = node(folder, "conversation.js", "merge", code, cases)
+    assert same == [[True, True, False], [False, False], [], [False]]
 
 
 def test_only_our_own_turns_are_restored(folder: Path) -> None:

@@ -70,14 +70,18 @@ export async function getJson(path, key, signal) {
   }
 }
 
-/** The chunks of a streamed answer. Throws Problem, or AbortError once `signal` says so. */
-export async function* streamChat(body, key, signal) {
+/**
+ * The chunks of a streamed answer. `taken` is told the number of the request as soon as the server has one, which may be
+ * long before the first chunk. Throws Problem, or AbortError once `signal` says so.
+ */
+export async function* streamChat(body, key, signal, taken) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json", ...headers(key) },
     body: JSON.stringify(body),
     signal,
   });
+  taken(Number(response.headers.get("x-request-id")));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const events = new EventReader();
   for (;;) {
@@ -91,11 +95,21 @@ export async function* streamChat(body, key, signal) {
     if (piece.done) throw new Problem("The connection ended before the answer was complete");
     for (const data of events.push(piece.value)) {
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
+      const chunk = readChunk(data);
       if (chunk.error) throw new Problem(chunk.error.message, { status: streamStatus(chunk.error), code: chunk.error.code });
       yield chunk;
     }
   }
+}
+
+function readChunk(data) {
+  try {
+    const chunk = JSON.parse(data);
+    if (chunk.error || Array.isArray(chunk.choices)) return chunk;
+  } catch {
+    // Not of this server, or changed on the way.
+  }
+  throw new Problem("The server's answer cannot be read", { status: 502 });
 }
 
 /** Errors within a stream have no status of their own. */

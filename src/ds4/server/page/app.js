@@ -1,7 +1,7 @@
 // The page: one conversation, and what a person does with it.
 
 import { getJson, streamChat } from "./api.js";
-import { grow, newAnswer, openCalls, requestBody, restore } from "./conversation.js";
+import { grow, merge, newAnswer, openCalls, requestBody, restore } from "./conversation.js";
 import { byId, count, el, fit, isEnter, setText } from "./dom.js";
 import { showGauges, Stopwatch, tokensOf } from "./numbers.js";
 import { Sessions } from "./sessions.js";
@@ -86,7 +86,7 @@ class App {
     window.addEventListener("storage", (event) => {
       // Another tab has the same conversation; what it is writing comes when it is done.
       if (event.key !== stored("conversation") || this.run || event.newValue?.includes('"finish":null')) return;
-      this.turns = restore(event.newValue ?? "");
+      this.turns = merge(this.turns, restore(event.newValue ?? ""));
       this.show();
     });
   }
@@ -142,6 +142,7 @@ class App {
     this.stop();
     if (this.turns.length) this.deleted = this.turns;
     this.turns = [];
+    this.request = null;
     this.changed();
     byId("message").focus();
   }
@@ -173,7 +174,8 @@ class App {
     this.sessions.wake();
     const clock = setInterval(() => this.draw(), 250);
     try {
-      for await (const chunk of streamChat(body, this.settings.key, run.controller.signal)) this.take(run, chunk);
+      const taken = (number) => (run.request = this.request = number);
+      for await (const chunk of streamChat(body, this.settings.key, run.controller.signal, taken)) this.take(run, chunk);
       turn.finish = run.ended ?? "stop";
     } catch (error) {
       this.fail(run, error);
@@ -189,10 +191,6 @@ class App {
   }
 
   take(run, chunk) {
-    if (run.request === null) {
-      run.request = Number(chunk.id?.split("-").at(-1));
-      this.request = run.request;
-    }
     if (chunk.usage) run.usage = chunk.usage;
     const [choice] = chunk.choices;
     if (!choice) return;

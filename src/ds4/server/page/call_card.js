@@ -42,11 +42,13 @@ export class CallCard {
       el("dt", { class: "mono" }, name),
       el("dd", {}, el("pre", {}, typeof item === "string" ? item : JSON.stringify(item, null, 2))),
     ]);
-    this.arguments.replaceChildren(rows.length ? el("dl", {}, ...rows) : el("p", { class: "muted" }, "no arguments"));
+    this.arguments.replaceChildren(rows.length ? el("dl", {}, rows) : el("p", { class: "muted" }, "no arguments"));
   }
 
   showForm(busy) {
     const send = () => {
+      // While another answer is written nothing can be sent, and nothing that was typed is thrown away.
+      if (busy) return;
       this.editing = false;
       this.actions.answered(this.turn, this.call, area.value);
     };
@@ -56,7 +58,9 @@ export class CallCard {
       this.below.querySelector("button").focus();
     };
     // What was typed stays when another call of the same answer is answered first.
-    const draft = this.below.querySelector("textarea")?.value ?? this.call.result ?? "";
+    const before = this.field;
+    const place = document.activeElement === before && before ? [before.selectionStart, before.selectionEnd] : null;
+    const draft = before?.value ?? this.call.result ?? "";
     const area = growing({ placeholder: "Result" }, { done: send, cancel: this.editing ? cancel : null });
     area.value = draft;
     area.setAttribute("aria-label", `Result of ${this.call.name}`);
@@ -77,6 +81,10 @@ export class CallCard {
       ),
     );
     fit(area);
+    if (place) {
+      area.focus();
+      area.setSelectionRange(...place);
+    }
   }
 
   showResult(busy) {

@@ -85,6 +85,13 @@ export function restore(text) {
   return turns.every(isTurn) ? turns.map((turn) => (turn.finish === null ? { ...turn, finish: "cut" } : turn)) : [];
 }
 
+/** The turns as they are now; the first ones that are as before stay the same objects, and with them what is shown of them. */
+export function merge(before, now) {
+  let same = 0;
+  while (same < now.length && JSON.stringify(now[same]) === JSON.stringify(before[same])) same++;
+  return [...before.slice(0, same), ...now.slice(same)];
+}
+
 const isText = (value) => typeof value === "string";
 
 function isTurn(turn) {

@@ -1,6 +1,9 @@
 // Elements without HTML strings: text is only ever text.
 
-/** An element; `on...` attributes are listeners, null and false ones are left out. */
+/**
+ * An element; `on...` attributes are listeners, null and false ones are left out. Children may come in lists, which may be
+ * longer than what a function takes as arguments.
+ */
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -8,7 +11,7 @@ export function el(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 

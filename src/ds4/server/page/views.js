@@ -10,6 +10,8 @@ export class QuestionView {
   constructor(turn, actions) {
     this.turn = turn;
     this.actions = actions;
+    this.busy = false;
+    this.area = null;
     this.text = el("div", { class: "said" });
     this.edit = el("button", { type: "button", class: "quiet", onclick: () => this.begin() }, "Edit");
     this.foot = el("footer", {}, this.edit);
@@ -19,18 +21,28 @@ export class QuestionView {
 
   update({ busy = false } = {}) {
     setText(this.text, this.turn.text);
+    this.busy = busy;
     this.edit.disabled = busy;
+    this.node.querySelectorAll(".editing .primary").forEach((again) => (again.disabled = busy));
   }
 
   /** Let the text be changed; what follows it goes when that is done. */
   begin() {
+    if (this.area) {
+      this.area.focus();
+      return;
+    }
     const end = (done) => {
+      // While another answer is written nothing can be sent, and nothing that was typed is thrown away.
+      if (done && this.busy) return;
+      this.area = null;
       this.node.replaceChildren(this.text, this.foot);
       if (done && area.value.trim()) this.actions.edited(this.turn, area.value);
       else this.edit.focus();
     };
     const area = growing({ "aria-label": "Edit your message" }, { done: () => end(true), cancel: () => end(false) });
     area.value = this.turn.text;
+    this.area = area;
     const buttons = el(
       "footer",
       { class: "editing" },
