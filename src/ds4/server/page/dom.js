@@ -6,12 +6,13 @@
  */
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
+  // Before the attributes: with dir="auto" a browser would look through all children at each new one.
+  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
