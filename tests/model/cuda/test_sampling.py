@@ -28,7 +28,9 @@ SETTINGS = [
 
 
 class Holder:
-    """What stands for a session: it has logits."""
+    """What stands for a session: it has logits, and no state that could be evaluated."""
+
+    whole = False
 
     def __init__(self, logits: torch.Tensor, device: str) -> None:
         self.logits, self.device_logits = logits, logits.to(device)
