@@ -71,7 +71,7 @@ def test_what_cannot_be_measured(values: dict[str, int], text: str) -> None:
 
 
 def test_files_that_cannot_be_written_are_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Ds4Error, match=r"there is no directory .*nowhere; create it first"):
+    with pytest.raises(Ds4Error, match=r"a\.json: cannot be written: .*nowhere: no such folder; make it first"):
         Outputs(json=tmp_path / "nowhere" / "a.json").check()
     with pytest.raises(Ds4Error, match="cannot be written: it is a directory; give the name of a file"):
         Outputs(csv=tmp_path).check()

@@ -22,27 +22,12 @@ from ds4.gguf.shape import Shape, expected_tensors
 from ds4.server.app import create_app
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.constraints import grammars
-from ds4.server.constraints.vocabulary import Vocabulary
 from ds4.server.main import listen
 from ds4.server.scripted import read_script, scripted_backend
 from ds4.server.serve import http_config
 from ds4.server.trace import Trace
 from ds4.server.worker import Worker
 from ds4.tokenizer import Tokenizer
-
-_vocabularies: dict[tuple[bytes, ...], Vocabulary] = {}
-
-
-def _shared_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """One for all servers with the same tokens: reading it takes longer on a busy machine than a stream may wait."""
-    tokens = tuple(tokenizer.token_bytes(id) if id < tokenizer.vocab_size else b"" for id in range(size))
-    if tokens not in _vocabularies:
-        _vocabularies[tokens] = Vocabulary(tokenizer, size)
-    return _vocabularies[tokens]
-
-
-grammars.Vocabulary = _shared_vocabulary  # type: ignore[assignment,misc]
 
 TOKENIZER = Path(__file__).parents[2] / "tools" / "tiny" / "tokenizer.json"
 

@@ -112,14 +112,9 @@ class Outputs:
 
     def check(self) -> None:
         """Raise `Ds4Error` now for what could only be found out after the measurement."""
-        for flag, path in (
-            ("--csv", self.csv),
-            ("--json", self.json),
-            ("--plot", self.plot),
-            ("--profile", self.profile),
-        ):
-            if path is not None and not destination(path).parent.is_dir():
-                raise Ds4Error(f"{flag} {path}: there is no directory {path.absolute().parent}; create it first")
+        for path in (self.csv, self.json, self.plot, self.profile):
+            if path is not None:
+                destination(path)
         if self.logits is not None and not self.logits.is_dir():
             raise Ds4Error(f"--dump-frontier-logits-dir {self.logits}: this is no directory; create it first")
         if self.plot is not None:
