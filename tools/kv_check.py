@@ -372,10 +372,11 @@ def share(options: argparse.Namespace) -> int:
             children.append(child)
         looks, most, wrong = 0, 0, 0
         while children:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended:
-                children.remove(ended)
-                wrong += status != 0
+            for child in list(children):  # not any child: this process may have others
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    children.remove(child)
+                    wrong += status != 0
             if (size := settled_size(directory)) is not None:
                 looks, most = looks + 1, max(most, size)
             time.sleep(0.001)
