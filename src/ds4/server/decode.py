@@ -234,6 +234,7 @@ class Generation:
         )
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
+        self._asked: tuple[bool, frozenset[int], int | None] | None = None
         self._mark = {"choice": index} if request.n > 1 else {}
         self.recovered = False
         self._over = False
@@ -247,7 +248,7 @@ class Generation:
         """
         if self.completion >= self._limit:
             return None
-        greedy, forbidden, top = self._wanted()
+        self._asked = greedy, forbidden, top = self._wanted()
         return self._chooser.row(self.session, greedy, forbidden, self._constraint, top)
 
     def step(self, choice: Choice | None = None) -> list[Event]:
@@ -324,7 +325,8 @@ class Generation:
         return self._state.greedy, self._forbidden(), None if self._state.in_reasoning else self.request.logprobs
 
     def _choose(self, choice: Choice | None) -> int:
-        greedy, forbidden, top = self._wanted()
+        # What `row` found out holds until the token is taken.
+        (greedy, forbidden, top), self._asked = self._asked or self._wanted(), None
         if choice is None:
             choice = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint, top)
         else:
