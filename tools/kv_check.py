@@ -40,9 +40,9 @@ MORE = 3
 """Tokens that a restored state is continued by."""
 
 
-def load(context: int = 32_768) -> ds4.Engine:
+def load(context: int = 32_768, device: str = "cpu") -> ds4.Engine:
     """The embedded model."""
-    return ds4.load(config=ds4.EngineConfig(context=context, checkpoint_bytes=0))
+    return ds4.load(device=device, config=ds4.EngineConfig(context=context, checkpoint_bytes=0))
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:
@@ -94,7 +94,7 @@ def restore(store: Store, engine: ds4.Engine, entry: Entry) -> ds4.Session:
 
 def exact(options: argparse.Namespace) -> int:
     """Store states of several lengths, each as a segment, and compare what a new process makes of them."""
-    engine, lengths = load(), sorted(options.lengths)
+    engine, lengths = load(device=options.device), sorted(options.lengths)
     ids, session = some_tokens(max(lengths)), engine.session()
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -106,7 +106,7 @@ def exact(options: argparse.Namespace) -> int:
             fork = session.fork()
             expected[str(n)] = fingerprints(fork)
             fork.close()
-        command = [sys.executable, __file__, "continue", directory]
+        command = [sys.executable, __file__, "continue", directory, "--device", options.device]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     for n in lengths:
         same = found.get(str(n)) == expected[str(n)]
@@ -117,7 +117,7 @@ def exact(options: argparse.Namespace) -> int:
 
 def go_on(options: argparse.Namespace) -> int:
     """What `exact` runs in a new process."""
-    engine = load()
+    engine = load(device=options.device)
     store = Store(Files(options.directory), ModelCodec(engine))
     print(json.dumps({entry.tokens: fingerprints(restore(store, engine, entry)) for entry in store.entries()}))
     return 0
@@ -418,6 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = commands.add_parser("continue")
     two.add_argument("directory")
     two.set_defaults(run=go_on)
+    for command in (one, two):
+        command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     three = commands.add_parser("share", help="several processes in one directory")
     three.add_argument("--processes", type=int, default=4)
     three.add_argument("--seconds", type=float, default=60)
