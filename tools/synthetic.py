@@ -2,6 +2,7 @@
 
     python tools/synthetic.py --out flash.gguf                       two sets of experts, shared by all layers: 12.4 GB
     python tools/synthetic.py --out flash.gguf --expert-sets 43      as large as the real file: 86.7 GB
+    python tools/synthetic.py --out flash.gguf --expert-sets 43 --experts q2-q4     the last six layers Q4_K: 97.6 GB
     python tools/synthetic.py --out flash.gguf --sparse              experts of zeros that take no room on disk: 8.8 GB
     python tools/synthetic.py --out pro.gguf --shape pro --experts mxfp4
 
@@ -26,6 +27,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,20 @@ RECIPES = {
     "q4": {"gate": Type.Q4_K, "up": Type.Q4_K, "down": Type.Q4_K},
     "mxfp4": {"gate": Type.MXFP4, "up": Type.MXFP4, "down": Type.MXFP4},
 }
-"""--experts: the types of the routed experts' three matrices."""
+"""Types of the routed experts' three matrices."""
+MIXED = {"q2-q4": ("q2", "q4", 6)}
+"""The same with two recipes, the second for so many layers at the end."""
+EXPERTS = (*RECIPES, *MIXED)
+"""--experts"""
+
+
+def recipe_of(experts: str, layer: int, layers: int) -> str:
+    """The key of `RECIPES` for a layer of a file with `experts`, one of `EXPERTS`."""
+    if experts not in MIXED:
+        return experts
+    first, last, count = MIXED[experts]
+    return last if layer >= layers - count else first
+
 
 ALIGNMENT = 32
 _CHUNK = 1 << 25
@@ -74,7 +89,7 @@ class Planned:
 
 
 def plan(shape: Shape, experts: str, expert_sets: int) -> list[Planned]:
-    """All tensors in file order. The experts of layer i are those of layer i % expert_sets."""
+    """All tensors in file order. The experts of layer i are those of layer i % expert_sets, if of the same types."""
     planned: list[Planned] = []
     offsets: dict[str, int] = {}
     end = 0
@@ -82,8 +97,10 @@ def plan(shape: Shape, experts: str, expert_sets: int) -> list[Planned]:
         type, source = spec.types[0], name
         if "_exps." in name:
             _, layer, part = name.split(".", 2)
-            type = RECIPES[experts][part.removeprefix("ffn_").split("_")[0]]
-            source = f"blk.{int(layer) % expert_sets}.{part}"
+            recipe, source_layer = recipe_of(experts, int(layer), shape.layers), int(layer) % expert_sets
+            type = RECIPES[recipe][part.removeprefix("ffn_").split("_")[0]]
+            if recipe_of(experts, source_layer, shape.layers) == recipe:
+                source = f"blk.{source_layer}.{part}"
         elif "indexer.attn_q_b" in name:
             type = Type.F16
         nbytes = row_bytes(type, spec.dims[0]) * math.prod(spec.dims[1:])
@@ -291,14 +308,16 @@ def write(
     experts: str = "q2",
     expert_sets: int = 2,
     sparse: bool = False,
+    threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the file and check that it can be loaded.
 
     Args:
-        experts: a key of `RECIPES`.
+        experts: one of `EXPERTS`.
         expert_sets: layers with experts of their own; the others share their data.
         sparse: leave the experts' data out: zeros that take no room on disk.
+        threads: tensors drawn at once, each with up to 0.5 GB of memory.
         progress: called with (bytes written, bytes in all).
 
     Raises:
@@ -315,18 +334,28 @@ def write(
     tensors = plan(shape, experts, expert_sets)
     begin = header(metadata, tensors)
     total = max(t.offset + t.nbytes for t in tensors)
+    own = [t for t in tensors if t.name == t.source and not (sparse and "_exps." in t.name)]
     try:
-        with path.open("wb") as file:
+        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
             file.write(begin)
-            for tensor in tensors:
-                if tensor.name != tensor.source or (sparse and "_exps." in tensor.name):
-                    continue
-                file.seek(len(begin) + tensor.offset)
-                for chunk in values_of(tensor, shape, seed):
-                    file.write(memoryview(chunk))
-                if progress:
-                    progress(tensor.offset + tensor.nbytes, total)
             file.truncate(len(begin) + -(-total // ALIGNMENT) * ALIGNMENT)
+
+            def fill(tensor: Planned) -> None:
+                at = len(begin) + tensor.offset
+                for chunk in values_of(tensor, shape, seed):
+                    left = memoryview(chunk)
+                    while left:
+                        count = os.pwrite(file.fileno(), left, at)
+                        left, at = left[count:], at + count
+
+            done = 0
+            try:
+                for tensor, _ in zip(own, pool.map(fill, own), strict=True):
+                    done += tensor.nbytes
+                    if progress:
+                        progress(done, sum(t.nbytes for t in own))
+            finally:
+                pool.shutdown(cancel_futures=True)
     except OSError as error:
         raise Ds4Error(f"{path}: cannot be written: {error.strerror}") from error
     open_model(path)
@@ -337,15 +366,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
     parser.add_argument("--shape", choices=SHAPES, default="flash")
-    parser.add_argument("--experts", choices=RECIPES, default="q2", help="types of the routed experts (q2)")
+    parser.add_argument("--experts", choices=EXPERTS, default="q2", help="types of the routed experts (q2)")
     parser.add_argument("--expert-sets", type=int, default=2, metavar="N", help="layers with experts of their own (2)")
     parser.add_argument("--sparse", action="store_true", help="experts of zeros that take no room on disk")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="at once (8)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json")
     args = parser.parse_args(argv)
     shape = SHAPES[args.shape]
     if not 1 <= args.expert_sets <= shape.layers:
         parser.error(f"--expert-sets is {args.expert_sets}, expected 1 to {shape.layers}")
+    if args.threads < 1:
+        parser.error(f"--threads is {args.threads}, expected a number from 1 on")
     if args.seed < 0:
         parser.error(f"--seed is {args.seed}, expected a number from 0 on")
     start = time.monotonic()
@@ -358,7 +390,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         write(
             args.out, shape, args.tokenizer or default_tokenizer(), seed=args.seed, experts=args.experts,
-            expert_sets=args.expert_sets, sparse=args.sparse, progress=progress,
+            expert_sets=args.expert_sets, sparse=args.sparse, threads=args.threads, progress=progress,
         )  # fmt: skip
     except Ds4Error as error:
         print(f"synthetic: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -70,6 +71,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(
     command = ["--shape", "tiny", "--tokenizer", str(TOKENIZER), "--out"]
     assert synthetic.main([*command, str(again)]) == synthetic.main([*command, str(other), "--seed", "2"]) == 0
     assert again.read_bytes() == tiny.read_bytes()
+    synthetic.write(again, ds4.TINY, TOKENIZER, threads=5)
+    assert again.read_bytes() == tiny.read_bytes()
     assert experts_of(open_model(other), 0) != experts_of(open_model(tiny), 0)
 
 
@@ -100,9 +103,23 @@ def test_other_types_of_experts(experts: str, type: str, synthetic: ModuleType, 
     assert open_model(path).tensors["blk.5.ffn_down_exps.weight"].type == GGMLQuantizationType[type]
 
 
-def test_the_full_file_has_the_size_of_the_real_one(synthetic: ModuleType) -> None:
-    tensors = synthetic.plan(ds4.FLASH, "q2", ds4.FLASH.layers)
-    assert sum(t.nbytes for t in tensors) == pytest.approx(86.7e9, rel=0.01)
+def test_the_last_layers_of_a_mixed_file_are_finer(synthetic: ModuleType, tmp_path: Path) -> None:
+    shape = replace(ds4.TINY, layers=8, ratios=ds4.TINY.ratios[:2] * 4)
+    types = {t.name: t.type.name for t in synthetic.plan(shape, "q2-q4", 2) if "ffn_gate_exps" in t.name}
+    assert list(types.values()) == ["IQ2_XXS"] * 2 + ["Q4_K"] * 6
+    sources = {t.name: t.source for t in synthetic.plan(shape, "q2-q4", 2) if "ffn_up_exps" in t.name}
+    assert all(
+        types[source.replace("up", "gate")] == types[name.replace("up", "gate")] for name, source in sources.items()
+    )
+    path = tmp_path / "mixed.gguf"
+    synthetic.write(path, ds4.TINY, TOKENIZER, experts="q2-q4")
+    assert open_model(path).tensors["blk.5.ffn_down_exps.weight"].type == GGMLQuantizationType.Q4_K
+
+
+def test_full_files_have_the_size_of_the_real_ones(synthetic: ModuleType) -> None:
+    for experts, size in (("q2", 86.7e9), ("q2-q4", 97.6e9), ("q4", 164.6e9)):
+        tensors = synthetic.plan(ds4.FLASH, experts, ds4.FLASH.layers)
+        assert sum(t.nbytes for t in tensors) == pytest.approx(size, rel=0.01)
 
 
 def test_what_cannot_be_done_is_said(synthetic: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
