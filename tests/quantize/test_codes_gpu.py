@@ -23,15 +23,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q4_K, GGMLQuantizationType.IQ2_XXS]
 
 
-def weighted_error(values: torch.Tensor, stored: np.ndarray, kind: GGMLQuantizationType, weight: np.ndarray) -> float:
+def block_errors(
+    values: torch.Tensor, stored: np.ndarray, kind: GGMLQuantizationType, importance: np.ndarray
+) -> np.ndarray:
+    """What the search makes small, for each 256 values: with other weights, luck would be larger than a lost step."""
     x = values.double().numpy()
-    return float((weight * (codes.decode(stored, kind) - x) ** 2).sum() / (weight * x * x).sum())
+    apart = (codes.decode(stored, kind) - x).reshape(len(x), -1, 256)
+    x = x.reshape(apart.shape)
+    weight = importance.reshape(-1, 256) * np.sqrt((x * x).mean(2, keepdims=True) + x * x)
+    return (weight * apart**2).sum(2).ravel()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_kernels_find_what_the_loops_find(kind: GGMLQuantizationType) -> None:
     rng = np.random.default_rng(4)
-    values = torch.from_numpy(0.02 * rng.standard_normal((2, 512), dtype=np.float32)).bfloat16()
+    values = torch.from_numpy(0.02 * rng.standard_normal((3, 512), dtype=np.float32)).bfloat16()
     values[1, :256] = 0
     values[1, 256:] *= 1e30  # clipped
     importance = rng.gamma(1, 1, 512).astype(np.float32)
@@ -41,13 +47,9 @@ def test_kernels_find_what_the_loops_find(kind: GGMLQuantizationType) -> None:
     expected = codes.encode(values, kind, importance)
     assert found.shape == expected.shape
     assert not codes.decode(found, kind)[1, :256].any()
-    for row, part in ((0, slice(0, 256)), (0, slice(256, 512)), (1, slice(256, 512))):
-        block = slice(part.start // 256 * found.shape[1] // 2, part.stop // 256 * found.shape[1] // 2)
-        mine, theirs = (
-            weighted_error(values[row : row + 1, part], stored[row : row + 1, block], kind, importance[part])
-            for stored in (found, expected)
-        )
-        assert mine == pytest.approx(theirs, rel=0.01)
+    mine, theirs = (np.delete(block_errors(values, stored, kind, importance), 2) for stored in (found, expected))
+    assert mine / theirs == pytest.approx(1, rel=0.01)
+    assert (mine / theirs).mean() == pytest.approx(1, rel=0.002)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,14 +61,18 @@ def test_encode_on_a_gpu(kind: GGMLQuantizationType) -> None:
     found = codes.encode(values, kind, importance, device="cuda")
     assert np.array_equal(found, codes.encode(values.cuda(), kind, importance, device="cuda"))
     expected = codes.encode(values, kind, importance)
-    assert weighted_error(values, found, kind, importance) == pytest.approx(
-        weighted_error(values, expected, kind, importance), rel=0.002
-    )
+    mine, theirs = (block_errors(values, stored, kind, importance).sum() for stored in (found, expected))
+    assert mine <= 1.002 * theirs
 
 
 def test_kernels_compile_for_a_gpu() -> None:
-    """In a process of its own, where triton compiles and does not interpret; needs no GPU."""
+    """In a process of its own, where triton compiles and does not interpret; needs no GPU.
+
+    The float16 scales that are stored have to be results of the search (in MLIR's text, %name#number), not those that
+    it began with: a compiled loop can lose an assignment that the interpreter sees.
+    """
     code = """
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -79,11 +85,14 @@ for function, constants in launches:
     signature = dict.fromkeys(function.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
     signature |= dict(values="*bf16", out="*u8", halves="*i16", blocks="i32")
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=1)).asm["ptx"]))
+    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=1)).asm
+    print(len(asm["ptx"]) > 0, *re.findall("bitcast (.*) : f16 -> i16", asm["ttir"]))
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.split()) == 3
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [(len(scales), compiled) for compiled, *scales in lines] == [(1, "True"), (2, "True"), (2, "True")]
+    assert all("#" in scale for _, *scales in lines for scale in scales), lines

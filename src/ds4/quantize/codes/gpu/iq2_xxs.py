@@ -115,14 +115,15 @@ def iq2_xxs_kernel(values, importance, grid, scales, out, halves, blocks, SCALES
                 scale = tl.where(error < low, s, scale)
                 low = tl.minimum(low, error)
             best = tl.where(eight == g, scale, best)
-        trial = stored_scale(tl.max(best, axis=0) * (8.0 / 31.0), exponent)
-        chosen = trial
-        d = times_power(trial.to(tl.float32), -exponent)
+        next_d = tl.max(best, axis=0) * (8.0 / 31.0)
+        chosen = stored_scale(next_d, exponent)
+        d = times_power(chosen.to(tl.float32), -exponent)
         near = tl.minimum(tl.maximum(4.0 * best / d, 0.0), 15.0).to(tl.int32)
         least = 0.0
         found = False
         rounds = 0
         while rounds < ROUNDS:
+            trial = stored_scale(next_d, exponent)  # anew, no second name for `chosen`: see `k_quants`
             d = times_power(trial.to(tl.float32), -exponent)
             total = 0.0
             numerator = 0.0
@@ -149,7 +150,7 @@ def iq2_xxs_kernel(values, importance, grid, scales, out, halves, blocks, SCALES
                 least = total
                 chosen = trial
                 near = level
-                trial = stored_scale(tl.maximum(numerator / (2.0 * denominator), 0.0), exponent)
+                next_d = tl.maximum(numerator / (2.0 * denominator), 0.0)
                 rounds += 1
             else:
                 rounds = ROUNDS

@@ -135,15 +135,19 @@ def k_quant_kernel(
             shift = -tl.load(trials + 2 * trial + 1) * width / steps
             s, m, best = _improve(y, w, _divided(steps, width), shift, base, one, wy, s, m, best, TOP)
         m -= base
-        new_d = stored_scale(tl.max(s, axis=0) / LIMIT, exponent)
-        new_dmin = stored_scale(tl.max(m, axis=0) / LIMIT, exponent)
-        d = new_d
-        dmin = new_dmin
+        next_d = tl.max(s, axis=0) / LIMIT
+        next_dmin = tl.max(m, axis=0) / LIMIT
+        d = stored_scale(next_d, exponent)
+        dmin = stored_scale(next_dmin, exponent)
         sc = _level(tl.minimum(_divided(s, times_power(d.to(tl.float32), -exponent)), LIMIT), LIMIT)
         mn = _level(tl.minimum(_divided(m, times_power(dmin.to(tl.float32), -exponent)), LIMIT), LIMIT)
         total = -float("inf")
         rounds = 0
         while rounds < ROUNDS:
+            # A second name for the d of before the loop would not do here: Triton takes a variable that a loop sets to
+            # the very value that it had before for one that the loop does not change, and gives it back as it was.
+            new_d = stored_scale(next_d, exponent)
+            new_dmin = stored_scale(next_dmin, exponent)
             trial_d = times_power(new_d.to(tl.float32), -exponent)
             trial_dmin = times_power(new_dmin.to(tl.float32), -exponent)
             gains = one - float("inf")
@@ -173,9 +177,7 @@ def k_quant_kernel(
                 dmin = new_dmin
                 sc = new_sc
                 mn = new_mn
-                trial_d, trial_dmin = _best_scales(sc, mn, q, qq, qy, base, one, wy, trial_d, trial_dmin)
-                new_d = stored_scale(trial_d, exponent)
-                new_dmin = stored_scale(trial_dmin, exponent)
+                next_d, next_dmin = _best_scales(sc, mn, q, qq, qy, base, one, wy, trial_d, trial_dmin)
                 rounds += 1
             else:
                 rounds = ROUNDS
