@@ -1,4 +1,5 @@
-"""The shape of the source: imports point down, `import ds4` stays light, files stay small, no hidden switches."""
+"""The shape of the source: imports point down, `import ds4` stays light, files stay small, no hidden switches, no
+loops in kernels that the compiler misreads."""
 
 import ast
 import subprocess
@@ -183,6 +184,52 @@ def test_no_global_statement() -> None:
             assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: module-level state changes"
 
 
+def assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Line and name of each variable set, in order, and the name of its new value if that is another variable."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for name, value in pairs:
+                    if isinstance(name, ast.Name) and isinstance(value, ast.Name):
+                        found.append((node.lineno, name.id, value.id))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append((node.lineno, node.id, None))
+    plain = {(line, name) for line, name, value in found if value}
+    yield from sorted({item for item in found if item[2] or item[:2] not in plain}, key=lambda item: item[:2])
+
+
+def lost_assignments(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each `a = b` in a loop of a Triton function before which a and b are the same value.
+
+    To find what a loop changes, Triton goes through its body once with the values of before the loop and looks which
+    variables then have another value. Here a does not, so it keeps the value of before, whatever becomes of b. The
+    interpreter does not show it.
+    """
+    for function in ast.walk(tree):
+        if not (isinstance(function, ast.FunctionDef) and "jit" in "".join(map(ast.unparse, function.decorator_list))):
+            continue
+        for loop in ast.walk(function):
+            if not isinstance(loop, ast.For | ast.While):
+                continue
+            value_of: dict[str, object] = {}
+            for line, name, value in assignments(function):
+                if line < loop.lineno:
+                    value_of[name] = value_of.get(value, value) if value else (name, line)
+            for line, name, value in assignments(loop):
+                if value and value_of.get(name, name) == value_of.get(value, value):
+                    yield line, name
+
+
+def test_kernels_lose_no_assignment() -> None:
+    for file in source_files():
+        for line, name in lost_assignments(ast.parse(file.read_text(encoding="utf-8"))):
+            pytest.fail(f"{file}:{line}: Triton ignores this: before the loop, {name} is already this variable's value")
+
+
 # --- the checks themselves ----------------------------------------------------------------------------------------
 
 
@@ -212,3 +259,19 @@ def test_the_import_check_sees_every_form() -> None:
 )
 def test_the_environment_check_sees_every_form(code: str, variable: str | None) -> None:
     assert [found for _, found in environment_reads(ast.parse(code))] == [variable]
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "lost"),
+    [
+        ("a = b", "a = b", ["a"]),
+        ("a, c = b, b", "if c > 0:\n            a, d = c, d + 1\n        c = c + 1", ["a"]),
+        ("a = b\n    b = b + 1", "a = b", []),
+        ("a = b + 0", "a = b", []),
+        ("a = b", "a = a + b", []),
+        ("a, c = f(b)", "a = c\n        c = c + 1", []),
+    ],
+)
+def test_the_check_of_kernels_sees_what_is_lost(before: str, inside: str, lost: list[str]) -> None:
+    code = f"@triton.jit\ndef f(b, n):\n    {before}\n    for i in range(n):\n        {inside}\n    return a"
+    assert [name for _, name in lost_assignments(ast.parse(code))] == lost
