@@ -19,6 +19,8 @@ from ds4.kvstore.reading import Entry, OpenEntry, open_fd
 
 _THREADS = min(8, os.cpu_count() or 1)
 _ONE_THREAD_BYTES = 16 << 20
+_SMALL_BYTES = 64 << 10
+"""What is not worth a thread's time."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Chains:
         with self._blaming(leaf.name, leaf.fd):
             target = codec.target([part.head.segment for part in chain])
         try:
-            self._fill_all([(_sources(chain, key), sink) for key, sink in target.sinks.items()])
+            sources = _sources(chain)
+            self._fill_all([(sources[key], sink) for key, sink in target.sinks.items()])
             with self._blaming(leaf.name, leaf.fd):
                 return stored, target.finish(stored.tokens)
         except BaseException:
@@ -98,12 +101,16 @@ class Chains:
             raise
 
     def _fill_all(self, work: list[tuple[list[tuple[OpenEntry, int]], Sink]]) -> None:
-        if sum(part.head.sections[i].size for sources, _ in work for part, i in sources) < _ONE_THREAD_BYTES:
-            for task in work:
-                self._fill(*task)
-            return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(self._fill, *task) for task in work]:
+        sizes = [sum(part.head.sections[i].size for part, i in sources) for sources, _ in work]
+        alone = sum(sizes) < _ONE_THREAD_BYTES
+        with contextlib.nullcontext() if alone else ThreadPoolExecutor(_THREADS) as pool:
+            begun = []
+            for task, size in sorted(zip(work, sizes, strict=True), key=lambda item: -item[1]):
+                if pool is None or size < _SMALL_BYTES:
+                    self._fill(*task)
+                else:
+                    begun.append(pool.submit(self._fill, *task))
+            for done in begun:
                 done.result()
 
     def _fill(self, sources: list[tuple[OpenEntry, int]], sink: Sink) -> None:
@@ -136,7 +143,11 @@ class Chains:
             raise Ds4Error(f"{name} cannot be read: {error.strerror or error}") from None
 
 
-def _sources(chain: Sequence[OpenEntry], key: SectionKey) -> list[tuple[OpenEntry, int]]:
-    """The sections that make one of a whole state: their files, and their places in the tables of these."""
-    parts = chain if key.kind in APPENDED else chain[-1:]
-    return [(part, i) for part in parts for i, section in enumerate(part.head.sections) if section.key == key]
+def _sources(chain: Sequence[OpenEntry]) -> dict[SectionKey, list[tuple[OpenEntry, int]]]:
+    """The sections that make each of a whole state: their files, and their places in the tables of these."""
+    found: dict[SectionKey, list[tuple[OpenEntry, int]]] = {}
+    for part in chain:
+        for i, section in enumerate(part.head.sections):
+            if part is chain[-1] or section.key.kind in APPENDED:
+                found.setdefault(section.key, []).append((part, i))
+    return found

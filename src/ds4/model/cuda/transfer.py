@@ -37,7 +37,9 @@ class Lane:
         host, device: its buffers, uint8 [size].
     """
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device, size: int, launching: threading.Lock) -> None:
+        # Threads that all make short calls hand the interpreter to and fro, which takes longer than the calls.
+        self._launching = launching
         on_card = device.type == "cuda"
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_card)
         self.device = torch.empty(size, dtype=torch.uint8, device=device)
@@ -49,7 +51,7 @@ class Lane:
         if self._stream is None:
             yield
             return
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with self._launching, torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(event)
             yield
         self._stream.synchronize()
@@ -63,13 +65,17 @@ class Lane:
             self.host[:size].copy_(self.device[:size], non_blocking=True)
         return self.host[:size]
 
-    def send(self, plane: Tensor, pages: Sequence[int], used: int, event: Any) -> None:
-        """Scatter the pinned buffer into pages of a plane, uint8 [pages, 64, bytes], the first `used` bytes of rows."""
-        size = len(pages) * PAGE_ROWS * used
+    def send(self, plane: Tensor, pages: Tensor, first: int, count: int, used: int, event: Any) -> None:
+        """Scatter the pinned buffer into pages of a plane, uint8 [pages, 64, bytes], the first `used` bytes of rows.
+
+        Args:
+            pages: int64, on the device; `count` of them from `first` on.
+        """
+        size = count * PAGE_ROWS * used
         with self._behind(event):
             self.device[:size].copy_(self.host[:size], non_blocking=True)
-            fresh = self.device[:size].view(len(pages), PAGE_ROWS, used)
-            plane[:, :, :used].index_copy_(0, _index(pages, plane.device), fresh)
+            fresh = self.device[:size].view(count, PAGE_ROWS, used)
+            plane[:, :, :used].index_copy_(0, pages[first : first + count], fresh)
 
 
 def _index(pages: Sequence[int], device: torch.device) -> Tensor:
@@ -82,8 +88,9 @@ class Lanes:
     def __init__(self, device: torch.device, count: int = LANES, size: int = LANE_BYTES) -> None:
         self.size = size
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        launching = threading.Lock()
         for _ in range(count):
-            self._free.put(Lane(device, size))
+            self._free.put(Lane(device, size, launching))
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Lane]:
@@ -181,24 +188,27 @@ class ReceivedPages:
         for ratio, pages in self.held.items():
             for _ in range(-(-(length // ratio) // PAGE_ROWS)):
                 pages.append(cache.pools[ratio].allocate())
+        self._indices = {ratio: _index(pages, cache.device) for ratio, pages in self.held.items()}
         # Whoever had the pages before may still be at work in them.
         self._taken = now(cache.device)
 
     def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]:
         """Where the rows of a plane go, [rows, width] in pieces; who asks for the next one has filled the last."""
         ratio = self.cache.shape.ratios[layer]
-        pool, lanes, rows, pages = self.cache.pools[ratio], self.cache.lanes, self._length // ratio, self.held[ratio]
+        pool, lanes, pages = self.cache.pools[ratio], self.cache.lanes, self._indices[ratio]
+        rows = self._length // ratio
         spec = pool.spec(layer, kind, plane)
         used = spec.used * spec.dtype.itemsize
         target, most = pool.raw(layer, kind, plane), lanes.pages(used)
         with lanes.one() as lane:
             for at in range(0, len(pages), most):
-                some = pages[at : at + most]
-                count = min(rows - at * PAGE_ROWS, len(some) * PAGE_ROWS)
-                # What nobody reads must be no garbage either: a weight of 0 does not help against what is no number.
-                lane.host[count * used : len(some) * PAGE_ROWS * used].zero_()
+                some = min(most, len(pages) - at)
+                count = min(rows - at * PAGE_ROWS, some * PAGE_ROWS)
+                if count < some * PAGE_ROWS:
+                    # What nobody reads must be no garbage: a weight of 0 does not help against what is no number.
+                    lane.host[count * used : some * PAGE_ROWS * used].zero_()
                 yield lane.host[: count * used].view(spec.dtype).view(count, spec.used)
-                lane.send(target, some, used, self._taken)
+                lane.send(target, pages, at, some, used, self._taken)
 
     def exported(self, checkpoint: Checkpoint) -> ExportedPages:
         """The whole state, once all rows are there."""
