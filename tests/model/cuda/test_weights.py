@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from ds4.gguf import blocks
 from ds4.gguf.file import embedded_model_path, open_model
 from ds4.gguf.shape import TINY
 from ds4.model.cuda.support import check_shape
-from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert
+from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert, copy_parts
 from ds4.ops.kernels.planes import Planes, unpack
 from tests.helpers import random_tensors
 
@@ -66,6 +67,16 @@ class Shared(TensorBytes):
 
     def key(self, name: str) -> object:
         return name.split(".", 2)[2] if "_exps." in name else name
+
+
+@pytest.mark.parametrize("size", [1, 4 << 20, (4 << 20) + 1, 9 << 20])
+def test_copies_in_parts_are_whole(size: int) -> None:
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    target = torch.zeros((9 << 20) + 5, dtype=torch.uint8)
+    with ThreadPoolExecutor(3) as threads:
+        copy_parts(source, target, threads)
+    assert torch.equal(target[:size], source)
+    assert not target[size:].any()
 
 
 def test_shared_data_is_loaded_once(device: str) -> None:

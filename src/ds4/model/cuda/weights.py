@@ -8,7 +8,9 @@ file, as those of synthetic files do, are loaded once.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +32,9 @@ _Q8_0, _I32, _MXFP4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.I32, GGMLQ
 
 _PIECE = 32 << 20
 """Bytes that are on their way at once."""
+_PART = 4 << 20
+"""Of these, what a thread reads at once."""
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class RawSource(Protocol):
@@ -407,12 +412,19 @@ def _convert(raw: Tensor, kind: GGMLQuantizationType, wanted: GGMLQuantizationTy
     return torch.cat((scale.half().view(torch.uint8), codes.view(torch.uint8)), dim=1).flatten()
 
 
+def copy_parts(source: Tensor, target: Tensor, threads: Executor) -> None:
+    """Copy uint8 [n] to the start of `target`, both on the host: one thread is slow where a file is mapped."""
+    parts = zip(source.split(_PART), target[: source.numel()].split(_PART), strict=True)
+    list(threads.map(lambda part: part[1].copy_(part[0]), parts))
+
+
 class _Stages:
     """Two buffers in pinned memory and two on the device: one is filled while the other is on its way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._next = device, 0
         self._pairs: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
+        self._threads = ThreadPoolExecutor(_THREADS)
 
     def send(self, piece: Tensor, use: Callable[[Tensor], object]) -> None:
         """Hand over the piece on the device."""
@@ -430,7 +442,7 @@ class _Stages:
         host, there, free = self._pairs[self._next]
         self._next = 1 - self._next
         free.synchronize()  # whoever used the pair before is through
-        host[: piece.numel()].copy_(piece)
+        copy_parts(piece, host, self._threads)
         there[: piece.numel()].copy_(host[: piece.numel()], non_blocking=True)
         use(there[: piece.numel()])
         free.record()
