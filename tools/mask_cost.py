@@ -34,7 +34,7 @@ from ds4.chat.dsml_text import write_calls
 from ds4.chat.message import ToolCall
 from ds4.chat.rendered import Rendered, Writer
 from ds4.chat.tools import tool_schemas
-from ds4.engine import Sampling
+from ds4.engine import SampleRow, Sampling
 from ds4.errors import Ds4Error, RequestError
 from ds4.server.constraints import AnswerRules, Constraint, Enforcement, Grammars
 from ds4.server.decode import Generation, SamplingChooser
@@ -190,7 +190,7 @@ class Sure:
     """What a generation needs of a session: logits that make a given token nearly certain."""
 
     def __init__(self, vocab: int) -> None:
-        self.logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
+        self.logits = self.device_logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
         self.pending: int | None = None
         self._last: tuple[int, float] | None = None
 
@@ -224,7 +224,8 @@ def served(tokenizer: Tokenizer, rules: AnswerRules, constraint: Enforcement | N
             break
         session.want(token)
         start = time.thread_time()
-        generation.step()
+        chosen = generation.choose()
+        generation.step(chosen.choose() if isinstance(chosen, SampleRow) else chosen)
         times.append((time.thread_time() - start) * 1e3)
         if session.pending != token:
             raise Ds4Error(f"{session.pending} was sampled instead of {tokenizer.token_bytes(token)!r}")

@@ -19,6 +19,7 @@ from ds4.engine import Sampling, Session
 from ds4.engine.sampling import Choice
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
+from ds4.server.decode import TokenRules
 from ds4.server.request import ChatRequest, Done, Failed, Reply
 from ds4.server.worker import Worker
 
@@ -275,19 +276,16 @@ class Writer:
     def __init__(self, tokens: list[int | None], unsaid: frozenset[int], log: list[int]) -> None:
         self.tokens, self.unsaid, self.log = tokens, unsaid, log
 
-    def row(self, *asked: Any) -> None:
-        """None: it chooses by itself."""
-
-    def choose(self, logits: Any, greedy: bool, forbidden: frozenset[int], *rest: Any) -> Choice:
+    def choose(self, session: Session, rules: TokenRules) -> Choice:
         """The next of them."""
         token = self.tokens.pop(0)
-        self.log.append(best(logits, self.unsaid) if token is None else token)
+        self.log.append(best(session.logits, self.unsaid) if token is None else token)
         return Choice(self.log[-1])
 
     def count(self, tokens: Any) -> None:
         """Nothing."""
 
-    def take_skipped(self) -> list[int]:
+    def skipped(self, choice: Choice, rules: TokenRules) -> list[int]:
         """None."""
         return []
 

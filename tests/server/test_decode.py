@@ -16,8 +16,7 @@ from ds4.engine.sampling import Choice
 from ds4.server.api.base import ApiContext
 from ds4.server.api.chat import parse
 from ds4.server.config import ServerConfig
-from ds4.server.constraints import Constraint
-from ds4.server.decode import MAX_EOS_MASKED, Generation, SamplingChooser
+from ds4.server.decode import MAX_EOS_MASKED, Generation, SamplingChooser, TokenRules
 from ds4.server.request import ChatRequest
 from ds4.server.trace import Trace
 from ds4.server.turns import TurnMemory
@@ -60,32 +59,27 @@ class Wishing:
     def __init__(self, wish: int, other: int, first: list[int]) -> None:
         self.wish, self.other, self.first = wish, other, first
         self.refused = 0
-        self.skipped: list[int] = []
+        self.passed: list[int] = []
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: Any = None,
-    ) -> Choice:
+    def choose(self, session: Any, rules: TokenRules) -> Choice:
+        self.passed = []
         if self.first:
             return Choice(self.first.pop(0))
-        if self.wish in forbidden:
+        if self.wish in rules.forbidden:
             self.refused += 1
-            self.skipped.append(self.wish)
+            self.passed = [self.wish]
             return Choice(self.other)
         return Choice(self.wish)
 
-    def take_skipped(self) -> list[int]:
-        skipped, self.skipped = self.skipped, []
-        return skipped
+    def skipped(self, choice: Choice, rules: TokenRules) -> list[int]:
+        return self.passed
 
 
 class FakeSession:
-    logits = torch.zeros(1)
     pending: int | None = None
+
+    def __init__(self, *logits: float) -> None:
+        self.logits = self.device_logits = torch.tensor(logits)
 
 
 def generate(chooser: Any, request: ChatRequest, limit: int = 1000) -> Generation:
@@ -94,7 +88,7 @@ def generate(chooser: Any, request: ChatRequest, limit: int = 1000) -> Generatio
         profile="official", think_recovery=True, trace=Trace(),
     )  # fmt: skip
     while generation.ending is None:
-        generation.step()
+        generation.step(generation.choose())  # type: ignore[arg-type]
     return generation
 
 
@@ -230,13 +224,14 @@ def test_a_stop_string_leaves_a_state_that_the_next_turn_can_use() -> None:
 
 @pytest.mark.parametrize("forbidden", [frozenset(), frozenset({3})])
 def test_the_sampling_chooser_never_takes_what_is_forbidden(forbidden: frozenset[int]) -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
+    session: Any = FakeSession(0.0, 1.0, 2.0, 9.0)
     chooser = SamplingChooser(Sampling(seed=1, min_p=0))
-    taken = {chooser.choose(logits, greedy=False, forbidden=forbidden).token for _ in range(200)}
+    taken = {chooser.choose(session, TokenRules(forbidden=forbidden)).choose().token for _ in range(200)}
     assert (3 in taken) == (not forbidden)
-    chooser.take_skipped()
-    assert chooser.choose(logits, greedy=True, forbidden=forbidden).token == (2 if forbidden else 3)
-    assert chooser.take_skipped() == list(forbidden)
+    rules = TokenRules(greedy=True, forbidden=forbidden)
+    choice = chooser.choose(session, rules).choose()
+    assert choice.token == (2 if forbidden else 3)
+    assert chooser.skipped(choice, rules) == list(forbidden)
 
 
 def test_the_default_of_thinking_can_be_changed() -> None:

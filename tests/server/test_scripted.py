@@ -7,12 +7,12 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from server_harness import random_engine, tokenizer
 
 from ds4.engine import EngineConfig, Sampling
 from ds4.errors import Ds4Error
 from ds4.server import scripted as scripted_module
+from ds4.server.decode import TokenRules
 from ds4.server.scripted import Line, ScriptedState, ScriptedTokenizer, load_script, read_script, scripted_backend
 from ds4.server.slots import Slot
 
@@ -88,7 +88,7 @@ def test_lines_are_taken_in_order_and_the_last_repeats() -> None:
         session = made.engine.session()
         session.sync([1, 2])
         chooser = made.chooser(session, Sampling())
-        ids.append([chooser.choose(session.logits, False, frozenset()).token for _ in range(4)])
+        ids.append([chooser.choose(session, TokenRules()).token for _ in range(4)])
     a, b, c = (tokenizer().encode(x)[0] for x in "abc")
     eos = tokenizer().eos
     assert ids == [[a, b, eos, eos], [c] * 4, [c] * 4]
@@ -96,14 +96,16 @@ def test_lines_are_taken_in_order_and_the_last_repeats() -> None:
 
 def test_obeying_passes_over_what_is_forbidden() -> None:
     a, b = (tokenizer().encode(x)[0] for x in "ab")
-    for obey, expected, skipped in ((True, [b, tokenizer().eos], [a]), (False, [a, b], [])):
+    for obey, expected, skipped in ((True, [b, tokenizer().eos], [[a], []]), (False, [a, b], [[], []])):
         made = backend(Line((b"a", b"b"), obey=obey))
         session = made.engine.session()
         session.sync([1])
         chooser = made.chooser(session, Sampling())
-        assert [chooser.choose(session.logits, False, frozenset({a})).token for _ in range(2)] == expected
-        assert chooser.take_skipped() == skipped
-        assert chooser.take_skipped() == []
+        rules = TokenRules(forbidden=frozenset({a}))
+        for token, passed in zip(expected, skipped, strict=True):
+            choice = chooser.choose(session, rules)
+            assert choice.token == token
+            assert chooser.skipped(choice, rules) == passed
 
 
 def test_steps_take_their_time_and_a_batch_the_longest() -> None:
@@ -119,7 +121,7 @@ def test_steps_take_their_time_and_a_batch_the_longest() -> None:
     assert waited == pytest.approx([0.08, 0.02])  # chunks of 8
     two.sync([1])
     for chooser, session in zip(choosers, (one, two), strict=True):
-        chooser.choose(session.logits, False, frozenset())
+        chooser.choose(session, TokenRules())
     waited.clear()
     made.engine.step([(one, [5]), (two, [5])])
     assert waited == pytest.approx([0.05])
@@ -135,14 +137,14 @@ def test_failures_and_hanging_come_at_their_place() -> None:
     second = made.engine.session()
     chooser = made.chooser(second, Sampling())
     second.sync([1])
-    chooser.choose(second.logits, False, frozenset())
+    chooser.choose(second, TokenRules())
     second.step(3)
     with pytest.raises(RuntimeError, match="step 2"):
         second.step(3)
     third = made.engine.session()
     chooser = made.chooser(third, Sampling())
     third.sync([1])
-    chooser.choose(third.logits, False, frozenset())
+    chooser.choose(third, TokenRules())
     caught: list[BaseException] = []
 
     def hang() -> None:
@@ -267,8 +269,8 @@ def test_a_second_attempt_takes_the_next_line() -> None:
     session = made.engine.session()
     session.sync([1])
     chooser = made.chooser(session, Sampling())
-    assert tokenizer().token_bytes(chooser.choose(session.logits, False, frozenset()).token) == b"a"
+    assert tokenizer().token_bytes(chooser.choose(session, TokenRules()).token) == b"a"
     again = chooser.again(session)
     with pytest.raises(RuntimeError, match="token 3 of the prompt"):
         session.sync(range(1, 5))
-    assert tokenizer().token_bytes(again.choose(torch.zeros(1), False, frozenset()).token) == b"b"
+    assert tokenizer().token_bytes(again.choose(session, TokenRules()).token) == b"b"

@@ -27,6 +27,10 @@ class SampleRow:
     top: int | None = None
     best: bool = False
 
+    def choose(self) -> Choice:
+        """Its choice, made on the host. Raises Ds4Error as `Sampler.choose`."""
+        return self.sampler.choose(self.session.logits, self.greedy, self.allowed, self.top, self.best)
+
 
 class DeviceSampler(Protocol):
     """What chooses tokens on a device."""
@@ -69,6 +73,6 @@ def _chosen(row: SampleRow, draw: Draw, token: int, best: int) -> Choice | Ds4Er
 
 def _on_host(row: SampleRow) -> Choice | Ds4Error:
     try:
-        return row.sampler.choose(row.session.logits, row.greedy, row.allowed, row.top, row.best)
+        return row.choose()
     except Ds4Error as error:
         return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,47 +30,35 @@ MAX_EOS_MASKED = 64
 _END_THINK = b"</think>"
 
 
+class TokenRules(NamedTuple):
+    """What holds for the next token.
+
+    Attributes:
+        greedy: it is the most probable one.
+        forbidden: tokens that may not come.
+        constraint: what it obeys; choosing leaves that where it is.
+        top: how many of the most probable ones are told, with how probable it is; None: nothing is.
+    """
+
+    greedy: bool = False
+    forbidden: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    top: int | None = None
+
+
 class Chooser(Protocol):
-    """Chooses the tokens of one answer: by `row`, so that those of many are chosen together, or by `choose`."""
+    """Chooses the tokens of one answer."""
 
-    def row(
-        self,
-        session: Session,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> SampleRow | None:
-        """What `Engine.sample` has to know for the next token; None: `choose` takes one without it.
-
-        The arguments are those of `choose`. What was chosen has to be told to `note`.
-        """
+    def choose(self, session: Session, rules: TokenRules) -> Choice | SampleRow:
+        """The next token, or what `Engine.sample` has to know to choose it together with those of other answers."""
         ...
 
-    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
-        """A token was chosen by a `row`."""
-        ...
-
-    def choose(
-        self,
-        logits: Tensor,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> Choice:
-        """The next token; `greedy`: the most probable one. It obeys the constraint, which is left where it is.
-
-        With `top` also how probable it was, and so many of the most probable ones.
-        """
+    def skipped(self, choice: Choice, rules: TokenRules) -> list[int]:
+        """The tokens that would have been taken instead of the one just chosen, had they not been forbidden."""
         ...
 
     def count(self, tokens: Sequence[int]) -> None:
         """Take tokens into account that became part of the answer without being chosen."""
-        ...
-
-    def take_skipped(self) -> list[int]:
-        """Tokens that would have been taken since the last time, had they not been forbidden."""
         ...
 
     def again(self, session: Session) -> Chooser:
@@ -91,47 +79,19 @@ class SamplingChooser:
     def __init__(self, sampling: Sampling, number: int = 0) -> None:
         self._sampler = Sampler(sampling, number)
         self._masks: dict[frozenset[int], Tensor] = {}
-        self._skipped: list[int] = []
 
-    def row(
-        self,
-        session: Session,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> SampleRow:
+    def choose(self, session: Session, rules: TokenRules) -> SampleRow:
         """See `Chooser`. Raises SchemaError if the constraint leads nowhere."""
-        allowed = self._allowed(session.device_logits.shape[0], forbidden, constraint)
-        return SampleRow(session, self._sampler, greedy, allowed, top, best=bool(forbidden))
+        allowed = self._allowed(session, rules)
+        return SampleRow(session, self._sampler, rules.greedy, allowed, rules.top, best=bool(rules.forbidden))
 
-    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
-        """See `Chooser`."""
-        if choice.best is not None and choice.best in forbidden:
-            self._skipped.append(choice.best)
-
-    def choose(
-        self,
-        logits: Tensor,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> Choice:
-        """See `Chooser`. Raises SchemaError if the constraint leads nowhere."""
-        allowed = self._allowed(logits.shape[0], forbidden, constraint)
-        choice = self._sampler.choose(logits, greedy, allowed, top, best=bool(forbidden))
-        self.note(choice, forbidden)
-        return choice
+    def skipped(self, choice: Choice, rules: TokenRules) -> list[int]:
+        """See `Chooser`; only the most probable token counts."""
+        return [choice.best] if choice.best is not None and choice.best in rules.forbidden else []
 
     def count(self, tokens: Sequence[int]) -> None:
         """See `Chooser`."""
         self._sampler.count(tokens)
-
-    def take_skipped(self) -> list[int]:
-        """See `Chooser`; only the most probable token counts."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
 
     def again(self, session: Session) -> Chooser:
         """See `Chooser`; the stream of random numbers goes on, so that the attempts differ."""
@@ -141,16 +101,16 @@ class SamplingChooser:
         """See `Chooser`; it draws random numbers of its own."""
         return SamplingChooser(self._sampler.sampling, number)
 
-    def _allowed(self, vocab: int, forbidden: frozenset[int], constraint: Constraint | None) -> Tensor | None:
-        if constraint is not None:
-            return constraint.mask(forbidden)
-        if not forbidden:
+    def _allowed(self, session: Session, rules: TokenRules) -> Tensor | None:
+        if rules.constraint is not None:
+            return rules.constraint.mask(rules.forbidden)
+        if not rules.forbidden:
             return None
-        mask = self._masks.get(forbidden)
+        mask = self._masks.get(rules.forbidden)
         if mask is None:
-            mask = torch.ones(vocab, dtype=torch.bool)
-            mask[list(forbidden)] = False
-            self._masks[forbidden] = mask
+            mask = torch.ones(session.device_logits.shape[0], dtype=torch.bool)
+            mask[list(rules.forbidden)] = False
+            self._masks[rules.forbidden] = mask
         return mask
 
 
@@ -234,34 +194,36 @@ class Generation:
         )
         self._state = DecodeState(self._thinking, self._tools, profile=profile)
         self._masked = 0
-        self._asked: tuple[bool, frozenset[int], int | None] | None = None
+        self._never = frozenset([tokenizer.dsml] if request.tools and not request.calls_allowed else [])
+        self._rules = TokenRules()
         self._mark = {"choice": index} if request.n > 1 else {}
         self.recovered = False
         self._over = False
         self._text: list[bytes] = []
         self._logprobs = TextLogprobs(first.logprobs if first else ())
 
-    def row(self) -> SampleRow | None:
-        """What `Engine.sample` has to know for the next token; None if there is none, or none is needed.
+    def choose(self) -> Choice | SampleRow | None:
+        """The next token, or what `Engine.sample` has to know to choose it; None: there may be no more.
 
         Raises SchemaError if the constraint leads nowhere.
         """
         if self.completion >= self._limit:
             return None
-        self._asked = greedy, forbidden, top = self._wanted()
-        return self._chooser.row(self.session, greedy, forbidden, self._constraint, top)
+        # Nothing is told of how probable reasoning is.
+        top = None if self._state.in_reasoning else self.request.logprobs
+        self._rules = TokenRules(self._state.greedy, self._forbidden(), self._constraint, top)
+        return self._chooser.choose(self.session, self._rules)
 
-    def step(self, choice: Choice | None = None) -> list[Event]:
-        """Take the next token; returns the events it completes.
-
-        `choice` is what `row` led to; without it the token is chosen here.
+    def step(self, choice: Choice | None) -> list[Event]:
+        """Take the next token, which `choose` led to; returns the events it completes.
 
         Afterwards either `ending` or `malformed` is set, or `fresh` holds the tokens to evaluate before the next step.
         """
         self.fresh = []
-        if self.completion >= self._limit:
+        if choice is None:
             return self._end("length")
-        token = self._choose(choice)
+        token = choice.token
+        self._note(choice)
         self.session.pending = token
         if token == self._tokenizer.eos:
             self._over = True
@@ -320,30 +282,20 @@ class Generation:
         self._logprobs.follow(events)
         return self._first.events(events) if self._first else events
 
-    def _wanted(self) -> tuple[bool, frozenset[int], int | None]:
-        """Whether the next token is the most probable one, what may not come, and how many logprobs are told."""
-        return self._state.greedy, self._forbidden(), None if self._state.in_reasoning else self.request.logprobs
-
-    def _choose(self, choice: Choice | None) -> int:
-        # What `row` found out holds until the token is taken.
-        (greedy, forbidden, top), self._asked = self._asked or self._wanted(), None
-        if choice is None:
-            choice = self._chooser.choose(self.session.logits, greedy, forbidden, self._constraint, top)
-        else:
-            self._chooser.note(choice, forbidden)
-        token = choice.token
+    def _note(self, choice: Choice) -> None:
+        """What follows from a choice, whatever its token means."""
+        token, rules = choice.token, self._rules
         if choice.logprobs is not None and token != self._tokenizer.eos:
             self._logprobs.add(self._token_logprob(choice.logprobs))
-        allowed = token not in forbidden
+        allowed = token not in rules.forbidden
         if self._constraint is not None:
             allowed = self._constraint.advance(token) and allowed
-        skipped = self._chooser.take_skipped()
+        skipped = self._chooser.skipped(choice, rules)
         self._masked += self._tokenizer.eos in skipped
         if self._trace.active:
             for passed_over in skipped:
-                self._trace_piece(passed_over, greedy, allowed=False)
-            self._trace_piece(token, greedy, allowed=allowed)
-        return token
+                self._trace_piece(passed_over, rules.greedy, allowed=False)
+            self._trace_piece(token, rules.greedy, allowed=allowed)
 
     def _take(self, token: int) -> list[Event]:
         piece = self._tokenizer.token_bytes(token)
@@ -371,12 +323,9 @@ class Generation:
             return b""  # a logit that belongs to no token
 
     def _forbidden(self) -> frozenset[int]:
-        forbidden = set()
         if self._state.open_block and not self._state.failed and self._masked < MAX_EOS_MASKED:
-            forbidden.add(self._tokenizer.eos)
-        if self.request.tools and not self.request.calls_allowed:
-            forbidden.add(self._tokenizer.dsml)
-        return frozenset(forbidden)
+            return self._never | {self._tokenizer.eos}
+        return self._never
 
     def _close_reasoning(self) -> list[Event]:
         """The model began a call inside its reasoning: close the reasoning for it, so that the call counts."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from ds4.chat.events import Event
 from ds4.chat.message import Message
-from ds4.engine import FREE_TRUNCATION, Engine
+from ds4.engine import FREE_TRUNCATION, Engine, SampleRow
 from ds4.engine.sampling import Choice
 from ds4.engine.session import Prefill
 from ds4.server.config import ServerConfig
@@ -396,22 +396,25 @@ def note_end(trace: Trace, running: Running, reason: str, message: Message) -> N
 
 
 def choose(engine: Engine, answers: Sequence[Running]) -> None:
-    """Choose the next tokens of many answers together, on a device where the engine has one; see `Running.choice`."""
-    asking, rows = [], []
+    """Choose the next tokens of many answers, together where logits decide; see `Running.choice`."""
+    rows: dict[Running, SampleRow] = {}
     for running in answers:
         if running.generation is None or running.job.cancelled:
             continue
         try:
-            row = running.generation.row()
+            chosen = running.generation.choose()
         except Exception as error:
             running.choice = error
         else:
-            if row is not None:
-                asking.append(running)
-                rows.append(row)
+            if isinstance(chosen, SampleRow):
+                rows[running] = chosen
+            else:
+                running.choice = chosen
+    if not rows:
+        return
     try:
-        choices: Sequence[Choice | Exception] = engine.sample(rows) if rows else []
+        choices: Sequence[Choice | Exception] = engine.sample(list(rows.values()))
     except Exception as error:
         choices = [error] * len(rows)
-    for running, choice in zip(asking, choices, strict=True):
+    for running, choice in zip(rows, choices, strict=True):
         running.choice = choice

@@ -26,7 +26,7 @@ from ds4.engine.sampling import Choice
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import TINY, Shape
 from ds4.server.backend import Backend
-from ds4.server.constraints import Constraint
+from ds4.server.decode import TokenRules
 from ds4.tokenizer import Tokenizer
 
 _REACH = FREE_TRUNCATION + 1
@@ -397,50 +397,29 @@ class ScriptedChooser:
         self._eos = eos
         self._again = again
 
-    def row(
-        self,
-        session: Session,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> None:
-        """None: no logits are needed."""
-
-    def note(self, choice: Choice, forbidden: frozenset[int]) -> None:
-        """Nothing: no row was asked for."""
-
-    def choose(
-        self,
-        logits: Tensor,
-        greedy: bool,
-        forbidden: frozenset[int],
-        constraint: Constraint | None = None,
-        top: int | None = None,
-    ) -> Choice:
+    def choose(self, session: Session, rules: TokenRules) -> Choice:
         """The next token, which is certain. One that may not come there is passed over only if the line obeys."""
-        token = self._next(forbidden, constraint)
+        token, top = self._next(rules), rules.top
         return Choice(token, None if top is None else Logprobs(token, 0.0, ((token, 0.0),) if top else ()))
+
+    def skipped(self, choice: Choice, rules: TokenRules) -> list[int]:
+        """The tokens passed over for the last choice."""
+        return self._play.skipped
 
     def count(self, tokens: Sequence[int]) -> None:
         """Nothing."""
 
-    def _next(self, forbidden: frozenset[int], constraint: Constraint | None) -> int:
-        play = self._play
-        play.decoding = True
+    def _next(self, rules: TokenRules) -> int:
+        play, constraint = self._play, rules.constraint
+        play.decoding, play.skipped = True, []
         while play.at < len(play.tokens):
             token = play.tokens[play.at]
             play.at += 1
-            refused = token in forbidden or (constraint is not None and not constraint.allows(token))
+            refused = token in rules.forbidden or (constraint is not None and not constraint.allows(token))
             if not (play.line.obey and refused):
                 return token
             play.skipped.append(token)
         return self._eos if play.line.then == "eos" else play.tokens[-1]
-
-    def take_skipped(self) -> list[int]:
-        """The tokens passed over since the last time."""
-        skipped, self._play.skipped = self._play.skipped, []
-        return skipped
 
     def again(self, session: Session) -> ScriptedChooser:
         """A second attempt takes the next line."""
