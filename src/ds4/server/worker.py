@@ -463,7 +463,7 @@ class Worker:
             return
         try:
             batch = [(running.slot.session, generation.fresh) for running, generation in stepping]
-            self._watch.step(lambda: self.engine.step(batch))
+            self._watch.step(lambda: self.engine.step(batch, "keep"))
             self.metrics.step_seconds.observe(self._clock.now() - began)
             for running, generation in stepping:
                 self.disk.stepped(running.slot, running.job.number, len(generation.fresh))
