@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply, Usage
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Post, Prompt, Reply, Usage
 from ds4.server.worker import Worker
 
 REPLY = Events((TextDelta("x"),), ())
@@ -24,8 +24,8 @@ class Source:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
-    def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None]) -> Job:
-        self.jobs.append(Job(1, request, prompt, deliver))
+    def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None], post: Post) -> Job:
+        self.jobs.append(Job(1, request, prompt, deliver, post))
         return self.jobs[-1]
 
 
@@ -64,7 +64,7 @@ def test_a_client_that_does_not_read_is_cancelled_and_what_waits_is_bounded() ->
         await write(1)
         assert exchange.job.cancelled
         await write(5)
-        assert exchange._replies.qsize() == 1
+        assert len(exchange._replies) == 1
         assert await exchange.next() == STALLED
 
     with_exchange(test)

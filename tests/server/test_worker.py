@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from ds4.engine.session import Prefill
 from ds4.server import worker as worker_module
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.request import ChatRequest, Done, Events, Failed, QueueFullError, Reply, ShuttingDownError
+from ds4.server.request import ChatRequest, Done, Events, Failed, Job, QueueFullError, Reply, ShuttingDownError
 from ds4.server.trace import Trace
 from ds4.server.worker import Worker
 
@@ -210,12 +211,12 @@ def test_a_failing_step_ends_its_batch_and_nothing_else() -> None:
 def test_a_handler_whose_loop_is_gone_is_a_client_that_left() -> None:
     worker = scripted_worker(line("on", then="repeat"))
 
-    def gone(reply: Reply) -> None:
-        if isinstance(reply, Events):
+    def gone(call: Any, replies: Sequence[tuple[Job, Reply]]) -> None:
+        if any(isinstance(reply, Events) for _, reply in replies):
             raise RuntimeError("Event loop is closed")
 
     endless = request("x", tokens=100_000)
-    worker.submit(endless, worker.prompts.build(endless), gone)
+    worker.submit(endless, worker.prompts.build(endless), lambda reply: None, gone)
     worker.start()
     assert worker.wait_idle(30)
     assert worker.stop(10)

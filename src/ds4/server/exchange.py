@@ -36,17 +36,15 @@ class Exchange:
     ) -> None:
         """Submits the request. Raises as `Worker.submit`."""
         self._loop = loop = asyncio.get_running_loop()
-        self._replies: asyncio.Queue[Reply] = asyncio.Queue()
+        self._replies: deque[Reply] = deque()
+        self._waker: asyncio.Future[None] | None = None
         self._gone = asyncio.create_task(_disconnected(request.receive))
+        self._gone.add_done_callback(lambda gone: self._wake())
         self._stall_seconds = stall_seconds
         self._behind_since: float | None = None
         self._stalled = False
-
-        def deliver(reply: Reply) -> None:
-            loop.call_soon_threadsafe(self._put, reply)
-
         try:
-            self.job: Job = worker.submit(chat, prompt, deliver)
+            self.job: Job = worker.submit(chat, prompt, self._put, loop.call_soon_threadsafe)
         except BaseException:
             self._gone.cancel()
             raise
@@ -54,8 +52,9 @@ class Exchange:
     def _put(self, reply: Reply) -> None:
         if self._stalled:
             return
-        self._replies.put_nowait(reply)
-        waiting = self._replies.qsize()
+        self._replies.append(reply)
+        self._wake()
+        waiting = len(self._replies)
         if waiting <= UNREAD:
             self._behind_since = None
             return
@@ -65,27 +64,37 @@ class Exchange:
         if waiting > MOST_UNREAD or now - self._behind_since > self._stall_seconds:
             self._stalled = True
             self.job.cancel()
-            while not self._replies.empty():
-                self._replies.get_nowait()
-            self._replies.put_nowait(Failed(500, "the client did not read the answer"))
+            self._replies.clear()
+            self._replies.append(Failed(500, "the client did not read the answer"))
 
     async def next(self, timeout: float | None = None) -> Reply | None:
         """The next reply, or None if there is none for `timeout` seconds. Raises ClientGoneError."""
-        if not self._replies.empty():
+        if not self._replies and not self._gone.done():
+            await self._wait(timeout)
+        if self._replies:
             # Who reads on is not behind, however slowly it reads.
             self._behind_since = None
-            return self._replies.get_nowait()
-        getter = asyncio.ensure_future(self._replies.get())
+            return self._replies.popleft()
+        if self._gone.done():
+            self.job.cancel()
+            raise ClientGoneError
+        return None
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Wait for a reply, for the client's leaving, or for some seconds. It happens for every token: no tasks."""
+        loop = asyncio.get_running_loop()
+        self._waker = loop.create_future()
+        timer = None if timeout is None else loop.call_later(timeout, self._wake)
         try:
-            await asyncio.wait({getter, self._gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                return getter.result()
-            if self._gone.done():
-                self.job.cancel()
-                raise ClientGoneError
-            return None
+            await self._waker
         finally:
-            getter.cancel()
+            self._waker = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
 
     async def end(self) -> list[Done] | Failed:
         """The ends of all answers by index, or the failure; other replies are dropped. Raises ClientGoneError."""
@@ -163,10 +172,10 @@ class EventStream(Response):
             else:
                 reply = await self._exchange.next(max(0.0, quiet_since + self._silence - loop.time()))
             frames = b""
-            if isinstance(reply, Admitted):
-                frames = answer.admitted(reply)
-            elif isinstance(reply, Events):
+            if isinstance(reply, Events):
                 frames = answer.events(reply)
+            elif isinstance(reply, Admitted):
+                frames = answer.admitted(reply)
             elif isinstance(reply, Done):
                 frames = answer.done(reply)
                 if not reply.left or reply.reason == "error":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from ds4.server.config import ServerConfig
 from ds4.server.metrics import Metrics
-from ds4.server.request import Failed, Job, Reply
+from ds4.server.request import Events, Failed, Job, Post, Reply
 from ds4.server.running import TimedJob
 from ds4.server.trace import Trace
 from ds4.server.watch import Clock
@@ -18,21 +19,38 @@ DEFECT = "internal error; see the server's log"
 
 
 class Replies:
-    """Hands replies to those who wait for them. Nothing that goes wrong there reaches the worker."""
+    """Hands replies to those who wait for them. Nothing that goes wrong there reaches the worker.
+
+    The events of all answers in a step are held until `hand_over`: waking another thread once for each of them would
+    cost more than they do, and make it compete with the worker for the interpreter. Other replies do not wait.
+    """
 
     def __init__(self, trace: Trace, metrics: Metrics, clock: Clock) -> None:
         self._trace, self._metrics, self._clock = trace, metrics, clock
+        self._held: list[tuple[Job, Reply]] = []
+
+    def hold(self, job: Job, events: Events) -> None:
+        """Send events with the next `hand_over`, or before the next other reply to anybody."""
+        self._held.append((job, events))
 
     def deliver(self, job: Job, reply: Reply) -> None:
-        """Send a reply; a job whose client cannot have it is cancelled."""
-        try:
-            job.deliver(reply)
-        except RuntimeError:
-            # The handler's event loop is gone, and with it the client.
-            job.cancel()
-        except Exception:
-            log.exception("request %d: a reply could not be delivered", job.number)
-            job.cancel()
+        """Send a reply, and what is held, now; a job whose client cannot have it is cancelled."""
+        self._held.append((job, reply))
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Send what is held."""
+        held, self._held = self._held, []
+        places: dict[Post, list[tuple[Job, Reply]]] = {}
+        for job, reply in held:
+            places.setdefault(job.post, []).append((job, reply))
+        for post, replies in places.items():
+            try:
+                post(_deliver, replies)
+            except RuntimeError:
+                # The handlers' event loop is gone, and with it the clients.
+                for job, _ in replies:
+                    job.cancel()
 
     def fail(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
@@ -53,6 +71,15 @@ class Replies:
         """Count how a request ended as a whole, if it had not ended yet."""
         if job.finish(outcome):
             self._metrics.ended(outcome, self._clock.now() - job.arrived)
+
+
+def _deliver(replies: Sequence[tuple[Job, Reply]]) -> None:
+    for job, reply in replies:
+        try:
+            job.deliver(reply)
+        except Exception:
+            log.exception("request %d: a reply could not be delivered", job.number)
+            job.cancel()
 
 
 def text_of(error: Exception) -> str:

@@ -198,19 +198,30 @@ class Failed:
 Reply = Admitted | Events | Done | Failed
 
 
+Post = Callable[..., object]
+"""Calls a function with arguments where it has to be called, such as on an event loop; RuntimeError if that is gone."""
+
+
+def post_here(call: Callable[..., object], *arguments: object) -> None:
+    """The `Post` of this place."""
+    call(*arguments)
+
+
 @dataclass(eq=False)
 class Job:
     """A request on its way through the worker.
 
     Attributes:
         number: counts requests since the start, from 1.
-        deliver: called by the worker with each reply; it must not block.
+        deliver: takes each reply; it must not block.
+        post: calls `deliver`; jobs with an equal one get their replies in one go.
     """
 
     number: int
     request: ChatRequest
     prompt: Prompt
     deliver: Callable[[Reply], None]
+    post: Post = post_here
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:

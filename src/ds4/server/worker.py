@@ -35,10 +35,12 @@ from ds4.server.request import (
     Done,
     Events,
     Job,
+    Post,
     Prompt,
     QueueFullError,
     Reply,
     ShuttingDownError,
+    post_here,
 )
 from ds4.server.running import (
     Found,
@@ -113,8 +115,12 @@ class Worker:
         if self._watch.seconds:
             threading.Thread(target=self._replace_stuck_threads, name="ds4-watch", daemon=True).start()
 
-    def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None]) -> Job:
+    def submit(
+        self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None], post: Post = post_here
+    ) -> Job:
         """Queue a request; its replies go to `deliver`, the last one is Done or Failed (none after a cancellation).
+
+        `post` calls that where it has to be called (see `Job`).
 
         Raises:
             QueueFullError, ShuttingDownError: the request is not taken.
@@ -124,7 +130,7 @@ class Worker:
             self._count += 1
             now = self._clock.now()
             limit = self.config.request_timeout or inf
-            job = TimedJob(self._count, request, prompt, deliver, arrived=now, deadline=now + limit)
+            job = TimedJob(self._count, request, prompt, deliver, post, arrived=now, deadline=now + limit)
             self._waiting.put(job)
             self._idle = False
             self._changed.notify_all()
@@ -458,6 +464,7 @@ class Worker:
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
                 self._fail(running, 500, text_of(error))
+        self._replies.hand_over()
         self.metrics.completion_tokens.inc(wrote)
         if not stepping:
             return
@@ -502,7 +509,7 @@ class Worker:
             if isinstance(event, CallBegin):
                 running.call_ids.append(self.replay.new_id(running.job.request.call_prefix, running.call_ids))
         logprobs = running.generation.take_logprobs() if running.generation else ()
-        self._replies.deliver(running.job, Events(tuple(events), tuple(running.call_ids), logprobs, running.index))
+        self._replies.hold(running.job, Events(tuple(events), tuple(running.call_ids), logprobs, running.index))
 
     def _finish(self, running: Running, ending: Ending) -> None:
         job, slot = running.job, running.slot
