@@ -18,13 +18,17 @@ MAX_VALUES = 2 << 20
 """Most commas and opening brackets of a request body: in memory a value is far larger than there."""
 
 
+# `json.dumps` makes one for each value.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 class ClientGoneError(Exception):
     """The client closed the connection; its job is cancelled."""
 
 
 def to_json(value: object) -> bytes:
     """A value as JSON in UTF-8; halves of surrogate pairs, which a client may have sent, cannot be in it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def frame(value: object, event: str = "") -> bytes:
