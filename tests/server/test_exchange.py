@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import pytest
 from starlette.requests import Request
 
 from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
+from ds4.server.bodies import ClientGoneError
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Post, Prompt, Reply, Usage
 from ds4.server.worker import Worker
@@ -32,13 +34,18 @@ class Source:
 Write = Callable[[int], Awaitable[None]]
 
 
-def with_exchange(test: Callable[[Exchange, Write], Awaitable[None]], **options: Any) -> None:
-    """Run a test with an exchange whose client is connected and silent, and a function that makes replies arrive."""
+def with_exchange(
+    test: Callable[[Exchange, Write], Awaitable[None]], left: asyncio.Event | None = None, **options: Any
+) -> None:
+    """Run a test with an exchange whose client is silent, and a function that makes replies arrive.
+
+    The client is connected until `left` is set.
+    """
 
     async def main() -> None:
         async def receive() -> dict[str, Any]:
-            await asyncio.Event().wait()
-            return {}
+            await (left or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
 
         async def write(count: int) -> None:
             for _ in range(count):
@@ -171,5 +178,40 @@ def test_the_end_is_found_behind_what_nobody_reads() -> None:
         await write(UNREAD - 1)
         exchange.job.deliver(end)
         assert await exchange.end() == end
+
+    with_exchange(test)
+
+
+def test_a_client_that_leaves_ends_the_wait_at_once_behind_the_replies_that_are_there() -> None:
+    left = asyncio.Event()
+
+    async def test(exchange: Exchange, write: Write) -> None:
+        waiting = asyncio.create_task(exchange.next())
+        await write(2)
+        assert await waiting == REPLY
+        left.set()
+        await asyncio.sleep(0)
+        assert await exchange.next() == REPLY
+        for _ in range(2):
+            with pytest.raises(ClientGoneError):
+                await exchange.next()
+            assert exchange.job.cancelled
+
+    with_exchange(test, left)
+
+
+def test_a_wait_that_ends_early_loses_no_reply() -> None:
+    async def test(exchange: Exchange, write: Write) -> None:
+        assert await exchange.next(0) is None
+        given_up = asyncio.create_task(exchange.next())
+        await asyncio.sleep(0)
+        await write(1)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        rest = [] if given_up.cancelled() else [given_up.result()]
+        await write(1)
+        while len(rest) < 2:
+            rest.append(await exchange.next())
+        assert rest == [REPLY, REPLY]
 
     with_exchange(test)
