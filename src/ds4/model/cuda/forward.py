@@ -29,6 +29,7 @@ from ds4.ops.kernels.gemv import gemv, gemv_both, gemv_grouped
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Constants, Update, hc_collapse, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
+from ds4.ops.kernels.intrinsics import overlapping
 from ds4.ops.kernels.quantize import Quantised, quantise, quantise_and_swiglu, rms_norm_quantise
 from ds4.ops.kernels.router import route_by_hash, route_by_score
 from ds4.ops.kernels.rows import KeyPlanes, RowPlanes, rope_tables, store_window
@@ -154,7 +155,13 @@ class StepBuffers:
 
 
 class DeviceModel:
-    """A model on one device: weights, cache, and the steps over both."""
+    """A model on one device: weights, cache, and the steps over both.
+
+    Attributes:
+        overlap: the kernels of a decode step are launched programmatically (see `intrinsics.overlapping`).
+    """
+
+    overlap = False
 
     def __init__(self, weights: DeviceWeights, cache: DeviceCache) -> None:
         s = weights.shape
@@ -181,7 +188,8 @@ class DeviceModel:
 
     def decode(self, b: StepBuffers) -> None:
         """One token of each row's sequence; the rows' logits are in `b.token_logits` then."""
-        self._step(b, chunk=False)
+        with overlapping(self.overlap):
+            self._step(b, chunk=False)
 
     def short_chunk(self, b: StepBuffers) -> None:
         """Consecutive tokens of one sequence, padding at the end; logits as for `decode`."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
 from ds4.ops.kernels.quantize import Quantised, store_quantised
 from ds4.ops.kernels.rows import RowPlanes, bf16_bits, fp8_value, power_of_two
 
@@ -187,7 +187,9 @@ def _attention_kernel(
     RATIO: tl.constexpr, TOP: tl.constexpr, CHOSEN: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MERGE: tl.constexpr, PAGE_ROWS: tl.constexpr, HALF: tl.constexpr, READY: tl.constexpr, EXACT: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     position = tl.load(positions + row)
     if position >= 0:
@@ -279,8 +281,10 @@ def _merge_kernel(
     parts, stats, sink, turn, positions, out, scales, words, lanes, sums,
     HEADS: tl.constexpr, HD: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, OUT: tl.constexpr,
     HALF: tl.constexpr, CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """One head of a token: the parts weighted by their largest logits and sums, the sink among them."""
+    behind(PDL)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     P: tl.constexpr = HD // 2
     pair = tl.arange(0, P)
@@ -432,6 +436,7 @@ def attention(
         ASM=asm,
         num_warps=warps or (4 if merge and not exact else 8),
         num_stages=stages,
+        **overlap(),
     )
     if parts is None:
         return
@@ -461,4 +466,5 @@ def attention(
         CODES=quantised is not None,
         **orders,
         num_warps=max(1, head_dim // 128),
+        **overlap(early=True),
     )

@@ -6,9 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels.intrinsics import behind, overlap
+
 
 @triton.jit
-def _embed_kernel(table, ids, streams, vocab, D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+def _embed_kernel(
+    table, ids, streams, vocab, D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = 0
+):
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids + row).to(tl.int64)
@@ -31,5 +36,13 @@ def embed(table: Tensor, ids: Tensor, streams: Tensor) -> None:
         raise ValueError(f"table {list(table.shape)}, ids {list(ids.shape)}, streams {list(streams.shape)}")
     block = min(1024, triton.next_power_of_2(hidden))
     _embed_kernel[(rows, triton.cdiv(hidden, block))](
-        table, ids, streams, table.shape[0], D=hidden, S=count, BLOCK=block, num_warps=4
+        table,
+        ids,
+        streams,
+        table.shape[0],
+        D=hidden,
+        S=count,
+        BLOCK=block,
+        num_warps=4,
+        **overlap(early=True),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds4.ops.kernels.expert_formats import decode_unit, dot_unit, load_activations, load_table, load_unit
 from ds4.ops.kernels.gemv import DP4A_ROWS, gemv, lanes_of, q8_rows
 from ds4.ops.kernels.grouping import Groups
-from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
 from ds4.ops.kernels.planes import Iq2aPlanes, Iq2bPlanes, Mxfp4Planes, Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
 
@@ -70,7 +70,9 @@ def _gate_up_kernel(
     chosen, order, offsets, used, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp,
     FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
     item = tl.program_id(1)
     if GROUPED:
@@ -122,7 +124,9 @@ def _down_kernel(
     FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     SHARED: tl.constexpr, S_K: tl.constexpr, S_R: tl.constexpr, S_CB: tl.constexpr, S_STEPS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
     item = tl.program_id(1)
     if SHARED > 0:
@@ -175,7 +179,9 @@ def _down_sum_kernel(
     chosen, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
     FORMAT: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
     token = tl.program_id(1)
     row0 = tl.program_id(0) * R
@@ -288,6 +294,7 @@ def gate_up(
         F=gate.n,
         ASM=use_asm(out),
         **constants,
+        **overlap(),
     )
 
 
@@ -353,6 +360,7 @@ def down(
         ASM=use_asm(out),
         **s_shape,
         **constants,
+        **overlap(),
     )
 
 
@@ -383,4 +391,5 @@ def down_sum(
         N=planes.n,
         ASM=use_asm(out),
         **constants,
+        **overlap(),
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.expert_formats import load_four
-from ds4.ops.kernels.intrinsics import dp4a, high_half, low_half, use_asm
+from ds4.ops.kernels.intrinsics import behind, dp4a, high_half, low_half, overlap, use_asm
 from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
 
@@ -134,7 +134,9 @@ def _rows_kernel(
     B: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr,
     F16: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, STEPS: tl.constexpr,
     F_R: tl.constexpr, F_CB: tl.constexpr, F_NI: tl.constexpr, F_STEPS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     program = tl.program_id(0)
     if Q8 & F16:
         if program < q8_programs:
@@ -237,7 +239,9 @@ def _dot_kernel(
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, F_BN: tl.constexpr, F_BK: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     program = tl.program_id(0)
     if Q8 & F16:
         if program < q8_programs:
@@ -334,7 +338,7 @@ def _launch(
         _rows_kernel[grid](
             *q8_args, q8_programs, *f16_args, x.stride(0),
             B=rows, R=r, CB=cb, STEPS=steps, F_R=f_r, F_CB=f_cb, F_NI=_power_of_two(k // 8 // f_cb, 4), F_STEPS=f_steps,
-            ASM=use_asm(some), **shape, num_warps=warps,
+            ASM=use_asm(some), **shape, num_warps=warps, **overlap(),
         )  # fmt: skip
         return
     bb = max(16, triton.next_power_of_2(rows))
@@ -346,7 +350,7 @@ def _launch(
     _dot_kernel[(q8_programs + triton.cdiv(f16_n, bn),)](
         *q8_args, q8_programs, *f16_args, x.stride(0), rows,
         BN=bn, BB=bb, UNITS=span // 128, F_BN=bn, F_BK=span // 4, **shape,
-        num_warps=tile.warps or bn // 16 * max(1, bb // 32), num_stages=tile.stages or 3,
+        num_warps=tile.warps or bn // 16 * max(1, bb // 32), num_stages=tile.stages or 3, **overlap(),
     )  # fmt: skip
 
 

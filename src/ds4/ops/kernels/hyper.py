@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels.intrinsics import behind, overlap
 from ds4.ops.kernels.planes import UNIT
 from ds4.ops.kernels.quantize import Quantised, store_quantised
 
@@ -35,7 +36,9 @@ def _stream_kernel(
     D: tl.constexpr, POST: tl.constexpr, PARTS: tl.constexpr, EXTRA: tl.constexpr, INDEX: tl.constexpr,
     MIX: tl.constexpr, NM: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, DOT: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     split = tl.program_id(1)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     live = r < rows
@@ -179,7 +182,9 @@ def _finish_kernel(
     U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, LR: tl.constexpr,
     ROUNDS: tl.constexpr, HEAD: tl.constexpr, INDEX: tl.constexpr, NORMED: tl.constexpr,
     CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     program = tl.program_id(0)
     if program < rows:
         row = program.to(tl.int64)
@@ -344,6 +349,7 @@ def _launch_streams(
         DOT=not few,
         num_warps=4,
         num_stages=2,
+        **overlap(early=True),
     )
     return cut
 
@@ -400,6 +406,7 @@ def _launch_finish(
         LANES=parts[1] is not None,
         SUMS=parts[2] is not None,
         num_warps=min(16, max(1, block // 4)),
+        **overlap(early=True),
     )
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
 from ds4.ops.kernels.rows import (
     KeyPlanes,
     bf16_bits,
@@ -148,8 +148,10 @@ def _scores_kernel(
     codes, scales, codes_stride, scales_stride, out, out_stride,
     RATIO: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, HB: tl.constexpr, P: tl.constexpr,
     KEYS: tl.constexpr, PAGE_ROWS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """Decode: one query against a share of its keys, KEYS at a time."""
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     visible = (tl.load(positions + row) + 1) // RATIO
     step = tl.num_programs(1)
@@ -232,8 +234,10 @@ def _best(key, k):
 def _select_kernel(
     scores, scores_stride, positions, out, found_key, found_row,
     RATIO: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, TOP_BLOCK: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """The TOP best of one block of a row's keys: the result if there is one block (LAST), else candidates."""
+    behind(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = (tl.load(positions + row) + 1) // RATIO
     count = tl.minimum(visible - block * BLOCK, BLOCK)
@@ -267,8 +271,10 @@ def _select_kernel(
 def _merge_kernel(
     positions, out, found_key, found_row, blocks,
     RATIO: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr, TOP_BLOCK: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """The TOP best of all blocks' candidates."""
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     visible = (tl.load(positions + row) + 1) // RATIO
     if visible <= TOP:
@@ -352,7 +358,7 @@ def index_scores(
         _scores_kernel[(rows, splits)](
             *shared, scores, scores.stride(0),
             RATIO=ratio, TOP=top, HEADS=heads, HB=head_block, P=_HALF, KEYS=keys or 64, PAGE_ROWS=64,
-            ASM=asm, num_warps=4,
+            ASM=asm, num_warps=4, **overlap(),
         )  # fmt: skip
 
 
@@ -402,12 +408,12 @@ def select_rows(
     _select_kernel[(rows, blocks)](
         scores, scores.stride(0), positions, out, key, row,
         RATIO=ratio, TOP=top, BLOCK=size, LAST=blocks == 1, TOP_BLOCK=top_block,
-        num_warps=min(32, max(4, size // 256)),
+        num_warps=min(32, max(4, size // 256)), **overlap(early=True),
     )  # fmt: skip
     if blocks > 1:
         found = triton.next_power_of_2(blocks * top)
         _merge_kernel[(rows,)](
             positions, out, key, row, blocks,
             RATIO=ratio, TOP=top, BLOCK=block, FOUND=found, TOP_BLOCK=top_block,
-            num_warps=min(32, max(4, found // 256)),
+            num_warps=min(32, max(4, found // 256)), **overlap(early=True),
         )  # fmt: skip

@@ -9,6 +9,10 @@ constants anew for every lookup, one more instruction each.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +21,37 @@ from torch import Tensor
 def use_asm(tensor: Tensor) -> bool:
     """True where kernels on this tensor's device may use inline assembly."""
     return tensor.is_cuda and not triton.knobs.runtime.interpret
+
+
+_overlapping = False
+
+
+@contextlib.contextmanager
+def overlapping(on: bool) -> Iterator[None]:
+    """Kernels launched here may start while the one before still runs (programmatic dependent launch).
+
+    Only for launches that all come through `overlap`, on one stream: each waits for all before it in `behind`.
+    """
+    global _overlapping
+    before, _overlapping = _overlapping, on and not triton.knobs.runtime.interpret
+    try:
+        yield
+    finally:
+        _overlapping = before
+
+
+def overlap(early: bool = False) -> dict[str, Any]:
+    """Arguments of a launch. early: so few programs that those of the next kernel find room beside them."""
+    return {"PDL": 2 if early else 1, "launch_pdl": True} if _overlapping else {}
+
+
+@triton.jit
+def behind(PDL: tl.constexpr):
+    """What a kernel that is launched with `overlap` does first: wait for the results of those before it."""
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels.intrinsics import behind, overlap
 from ds4.ops.kernels.planes import UNIT
 
 
@@ -159,7 +160,9 @@ def _swiglu_block(
 def _quantise_kernel(
     x, x_stride, scales, words, lanes, sums,
     U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     _quantise_block(x, x_stride, row, tl.program_id(1), scales, words, lanes, sums, U, UB, WORDS, LANES, SUMS)
 
@@ -169,7 +172,9 @@ def _rms_norm_kernel(
     x, x_stride, weight, eps, normed, normed_stride, scales, words, lanes, sums,
     U: tl.constexpr, UB: tl.constexpr, WEIGHT: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     u = tl.arange(0, UB)
     live = u < U
@@ -207,7 +212,9 @@ def _both_kernel(
     gate, up, s_stride, clamp, s_scales, s_words, s_lanes, s_sums,
     U: tl.constexpr, S_U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     S_WORDS: tl.constexpr, S_LANES: tl.constexpr, S_SUMS: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if row < rows:
@@ -248,7 +255,14 @@ def quantise(x: Tensor, out: Quantised) -> None:
     targets, orders = _targets(out, x)
     block = min(4, triton.next_power_of_2(units))
     _quantise_kernel[(x.shape[0], triton.cdiv(units, block))](
-        x, x.stride(0), *targets, U=units, UB=block, **orders, num_warps=block
+        x,
+        x.stride(0),
+        *targets,
+        U=units,
+        UB=block,
+        **orders,
+        num_warps=block,
+        **overlap(early=True),
     )
 
 
@@ -281,6 +295,7 @@ def rms_norm_quantise(
         CODES=out is not None,
         **orders,
         num_warps=min(16, max(1, block // 4)),
+        **overlap(early=True),
     )
 
 
@@ -342,4 +357,5 @@ def quantise_and_swiglu(x: Tensor, out: Quantised, gate_up: Tensor, clamp: float
         **orders,
         **{f"S_{name}": there for name, there in s_orders.items()},
         num_warps=block,
+        **overlap(early=True),
     )

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels.intrinsics import behind, overlap
+
 
 @triton.jit
 def _score(logits):
@@ -23,7 +25,9 @@ def _score(logits):
 def _router_kernel(
     logits, logits_row, bias, table, ids, positions, scale, chosen, weights,
     E: tl.constexpr, EB: tl.constexpr, TOP: tl.constexpr, TB: tl.constexpr, HASH: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
+    behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TB)
     logits += row * logits_row
@@ -90,6 +94,7 @@ def _launch(
         HASH=table is not None,
         PADDED=positions is not None,
         num_warps=1,
+        **overlap(early=True),
     )
 
 

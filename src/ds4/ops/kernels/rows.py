@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels.intrinsics import behind, overlap
+
 ROPE = 64
 """Rotary channels of a row or key, its last ones."""
 
@@ -346,7 +348,8 @@ def _before_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rope_kernel(positions, frequencies, back, out, rows, HALF: tl.constexpr):
+def _rope_kernel(positions, frequencies, back, out, rows, HALF: tl.constexpr, PDL: tl.constexpr = 0):
+    behind(PDL)
     row, kind = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HALF)
     position = tl.maximum(tl.load(positions + row) - tl.load(back + kind), 0)
@@ -436,7 +439,7 @@ def rope_tables(positions: Tensor, frequencies: Tensor, back: Tensor, out: Tenso
         out: float32 [kinds, rows, 2, 32]: cosines, then sines.
     """
     kinds, rows, _, half = out.shape
-    _rope_kernel[(rows, kinds)](positions, frequencies, back, out, rows, HALF=half, num_warps=1)
+    _rope_kernel[(rows, kinds)](positions, frequencies, back, out, rows, HALF=half, num_warps=1, **overlap(early=True))
 
 
 def store_window(

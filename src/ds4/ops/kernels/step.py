@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds4.ops.kernels import intrinsics
 from ds4.ops.kernels.attention import load_queries
 from ds4.ops.kernels.compress import PAGE, Compressor, store_token, tile_of
 from ds4.ops.kernels.indexer import HEADS_BLOCK, round_queries
-from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.intrinsics import behind, use_asm
 from ds4.ops.kernels.rows import RowPlanes, store_window_row
 
 _HEADS = 8
@@ -47,8 +48,10 @@ def _step_kernel(
     WINDOW: tl.constexpr, HD: tl.constexpr, KD: tl.constexpr, RING: tl.constexpr, RATIO: tl.constexpr,
     OVERLAP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE_ROWS: tl.constexpr,
     I_HEADS: tl.constexpr, I_HB: tl.constexpr, Q_HEADS: tl.constexpr, Q_HB: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """Part 0: the window row. 1 and 2: the compressors of rows and keys. Then index queries, then queries."""
+    behind(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     I_PARTS: tl.constexpr = (I_HEADS + I_HB - 1) // I_HB
@@ -173,4 +176,5 @@ def store_step(
         Q_HB=_HEADS,
         ASM=use_asm(positions),
         num_warps=8 if rows is not None else 4,
+        **intrinsics.overlap(early=True),
     )
