@@ -121,6 +121,12 @@ def _input_of_row(
     u = tl.arange(0, UB)
     live = u < U
     at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
+    # All that is loaded is asked for before anything is waited for: this is one program alone on the device.
+    s0 = tl.load(streams + source * (4 * D) + at, mask=live[:, None], other=0.0)
+    s1 = tl.load(streams + source * (4 * D) + D + at, mask=live[:, None], other=0.0)
+    s2 = tl.load(streams + source * (4 * D) + 2 * D + at, mask=live[:, None], other=0.0)
+    s3 = tl.load(streams + source * (4 * D) + 3 * D + at, mask=live[:, None], other=0.0)
+    gain = tl.load(weight + at, mask=live[:, None], other=0.0)
     partials += row * (SPLITS * 32)
     inverse = _inverse_rms(partials + split * 32 + 31, split < SPLITS, D, rms_eps)
     i = tl.arange(0, 4)
@@ -129,13 +135,13 @@ def _input_of_row(
     pre = _sigmoid(mixed * inverse * tl.load(scale) + tl.load(base + i)) + hc_eps
     if not HEAD:
         tl.store(coefficients + row * 24 + i, pre)
-    x = tl.zeros([UB, 128], tl.float32)
-    for k in tl.static_range(4):
-        stream = tl.load(streams + source * (4 * D) + k * D + at, mask=live[:, None], other=0.0)
-        x += tl.sum(tl.where(i == k, pre, 0.0), axis=0) * stream
+    x = tl.sum(tl.where(i == 0, pre, 0.0), axis=0) * s0
+    x += tl.sum(tl.where(i == 1, pre, 0.0), axis=0) * s1
+    x += tl.sum(tl.where(i == 2, pre, 0.0), axis=0) * s2
+    x += tl.sum(tl.where(i == 3, pre, 0.0), axis=0) * s3
     square = tl.sum(tl.sum(x * x, axis=1), axis=0)
     x = x * (1.0 / tl.sqrt(square / D + rms_eps))
-    x = x * tl.load(weight + at, mask=live[:, None], other=0.0)
+    x = x * gain
     if NORMED:
         tl.store(normed + row * normed_row + at, x.to(normed.dtype.element_ty), mask=live[:, None])
     if CODES:
