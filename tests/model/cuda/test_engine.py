@@ -209,6 +209,28 @@ def test_chosen_tokens_are_evaluated_before_anybody_asks(
     assert made == [2, 2]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_between_steps_only_the_tokens_are_waited_for(file: ModelFile, device: str) -> None:
+    engine = load(file, device)
+    sessions = [engine.session() for _ in range(2)]
+    for number, session in enumerate(sessions):
+        session.sync(IDS[number:])
+
+    def step() -> None:
+        chosen = engine.sample([SampleRow(session, Sampler(Sampling(temperature=0))) for session in sessions])
+        tokens = [choice.token for choice in chosen if isinstance(choice, Choice)]
+        engine.step([(s, [t]) for s, t in zip(sessions, tokens, strict=True)], "keep")
+
+    step()  # compiles and captures
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def apart(first: torch.Tensor, second: torch.Tensor) -> float:
     """Norm of the difference over the norm: rows of steps of other sizes differ in rounding, other tokens by 1."""
     return float((first - second).norm() / second.norm())

@@ -35,8 +35,10 @@ from ds4.ops.kernels.router import route_by_hash, route_by_score
 from ds4.ops.kernels.rows import KeyPlanes, RowPlanes, rope_tables, store_window
 from ds4.ops.kernels.step import Queries, store_step
 
-GROUP_ROWS = 16
+GROUP_ROWS = 64
 """From so many rows on, experts are read once for all rows that chose them."""
+OVERLAP_ROWS = 4
+"""Up to so many rows, a step's kernels are launched programmatically (see `intrinsics.overlapping`)."""
 QUERY_TILE = 16
 """Consecutive tokens whose index queries share a read of the keys."""
 
@@ -155,13 +157,7 @@ class StepBuffers:
 
 
 class DeviceModel:
-    """A model on one device: weights, cache, and the steps over both.
-
-    Attributes:
-        overlap: the kernels of a decode step are launched programmatically (see `intrinsics.overlapping`).
-    """
-
-    overlap = False
+    """A model on one device: weights, cache, and the steps over both."""
 
     def __init__(self, weights: DeviceWeights, cache: DeviceCache) -> None:
         s = weights.shape
@@ -188,7 +184,7 @@ class DeviceModel:
 
     def decode(self, b: StepBuffers) -> None:
         """One token of each row's sequence; the rows' logits are in `b.token_logits` then."""
-        with overlapping(self.overlap):
+        with overlapping(b.rows <= OVERLAP_ROWS):
             self._step(b, chunk=False)
 
     def short_chunk(self, b: StepBuffers) -> None:

@@ -416,4 +416,6 @@ def _fill(buffers: StepBuffers, rows: Sequence[tuple[int, int, int]]) -> None:
     """Position, slot and token of each row; the others are padding."""
     padding = (-1, 0, 0)
     columns = [*rows, *[padding] * (buffers.rows - len(rows))]
-    buffers.inputs.copy_(torch.tensor(columns, dtype=torch.int32).t())
+    # From other memory than pinned one, the copy would wait for all that the device still has to do.
+    numbers = torch.tensor(list(zip(*columns, strict=True)), dtype=torch.int32, pin_memory=buffers.inputs.is_cuda)
+    buffers.inputs.copy_(numbers, non_blocking=True)
