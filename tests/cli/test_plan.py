@@ -34,6 +34,22 @@ def test_quality(capsys: pytest.CaptureFixture[str]) -> None:
     assert "experts in float32" in text
 
 
+def test_layouts_of_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model has IQ2_XXS experts."""
+    plan = ["--plan", "-c", "4096", "--cards", "141"]
+    texts = {}
+    for layout in ("auto", "a", "b"):
+        assert main([*plan, "--expert-layout", layout]) == 0
+        texts[layout] = capsys.readouterr().out
+    assert main(plan) == 0
+    assert capsys.readouterr().out == texts["auto"]
+    assert "routed experts, IQ2_XXS, layout B     1.64 MiB   2.39 MiB in layout A" in texts["auto"]
+    assert "routed experts, IQ2_XXS, layout A     2.39 MiB   1.64 MiB in layout B" in texts["a"]
+    for layout, taken, other in (("auto", "A", "B"), ("a", "A", "B"), ("b", "B", "A")):
+        (line,) = (line for line in texts[layout].splitlines() if line.startswith("141 GB card: "))
+        assert f"left with layout {taken} (layout {other}: fits, " in line
+
+
 def test_a_file_of_full_width_and_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing but the header is read: the data may be cut into holes."""
     data = embedded_model_path().read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_a_model_that_does_not_fit_is_refused_with_advice(tiny: ModelFile) -> No
         devices.load_runner(tiny, torch.device("cpu"), config, room=int(1.5 * GIB))
     with pytest.raises(ds4.Ds4Error, match=r"1024 can"):
         devices.plan_for(tiny, ds4.EngineConfig(sessions=2000), GIB)
+
+
+def test_the_layout_of_the_experts_is_part_of_the_plan(tiny: ModelFile) -> None:
+    config = ds4.EngineConfig(context=4096, sessions=2, prefill_chunk=64)
+    assert config.expert_layout == "auto"
+    plans = {name: devices.plan_for(tiny, replace(config, expert_layout=name), 4 * GIB) for name in ("auto", "a", "b")}
+    assert {name: found.options.layout for name, found in plans.items()} == {"auto": "a", "a": "a", "b": "b"}
+    room = plans["b"].card_bytes
+    assert devices.plan_for(tiny, config, room).options.layout == "b"
+    a = replace(config, expert_layout="a")
+    with pytest.raises(ds4.Ds4Error, match=r"experts in layout A takes .* \(--expert-layout b or auto\) takes .* less"):
+        devices.load_runner(tiny, torch.device("cpu"), a, room=room)
+    for wrong in ("A", "c", "", None, []):
+        with pytest.raises(ds4.Ds4Error, match=r"expert_layout is .*; use 'auto', 'a' or 'b'"):
+            replace(config, expert_layout=wrong)
 
 
 def test_the_cpu_needs_no_triton() -> None:

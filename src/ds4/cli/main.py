@@ -116,6 +116,7 @@ def _plan(options: Options) -> Callable[[], int]:
         chunk=chunk,
         cards=options.cards,
         quality=options.quality,
+        expert_layout=options.expert_layout,
     )
 
     def job() -> int:
@@ -269,6 +270,7 @@ def load_engine(options: Options, context: int | None = None, history: bool = Tr
         prefill_chunk=options.prefill_chunk,
         threads=options.threads,
         quality=options.quality,
+        expert_layout=options.expert_layout,
         sessions=options.sessions or (2 if options.decode_consistency else 1),
     )
     with Bar("loading the model", sys.stderr, transfer=True) as bar:

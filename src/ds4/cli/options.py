@@ -16,6 +16,9 @@ from typing import Any, Literal, NoReturn
 Mode = Literal["none", "high", "max"]
 """How the model answers: at once, after thinking, after thinking as hard as it can."""
 
+Layout = Literal["auto", "a", "b"]
+"""As `ds4.engine.EngineConfig.expert_layout`."""
+
 NOT_BUILT = {
     "backends": ("--metal", "--rocm", "--gpu-vram", "--gpu-devices", "--cuda-tensor-parallel"),
     "memory": (
@@ -61,6 +64,7 @@ class Options:
     device: str = "auto"
     sessions: int | None = None
     quality: bool = False
+    expert_layout: Layout = "auto"
     warmup: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
@@ -122,6 +126,7 @@ def parse(argv: Sequence[str]) -> Options:
         device=args.device,
         sessions=args.sessions,
         quality=args.quality,
+        expert_layout=args.expert_layout,
         warmup=not args.no_warmup,
         temperature=args.temp,
         top_p=args.top_p,
@@ -288,6 +293,8 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", whole(1))
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     _flag(group, "--quality", quality)
+    layout = "of IQ2_XXS experts on a CUDA device: a (faster), b (smaller), or auto: a if everything fits (auto)"
+    _flag(group, "--expert-layout NAME", layout, expert_layout, "auto")
     _flag(group, "--no-warmup", "on a CUDA device compile kernels when they are first needed, not at the start")
     group.add_argument("--version", action=_Version, nargs=0, help="print the version")
     topics = f"this text, or one part: {', '.join(TOPICS)}"
@@ -321,7 +328,7 @@ def _prompt_flags(group: argparse._ArgumentGroup) -> None:
 def _diagnostic_flags(group: argparse._ArgumentGroup) -> None:
     inspect = "print what a model file holds and what would be refused (default: that of --model)"
     group.add_argument("--inspect", metavar="FILE", nargs="?", const=True, type=file_name, help=inspect)
-    _flag(group, "--plan", "print what the model takes on a CUDA device with --ctx, --sessions and --prefill-chunk")
+    _flag(group, "--plan", "print what the model takes on a CUDA device with --ctx, --sessions and the like")
     _flag(group, "--cards LIST", "with --plan: sizes of cards in GB, with commas between (141,96,80,24)", _cards)
     _flag(group, "--dump-tokens", "print the tokens of the prompt")
     _flag(
@@ -396,6 +403,12 @@ def file_name(text: str) -> str:
 def device_name(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
+    return text
+
+
+def expert_layout(text: str) -> str:
+    if text not in ("auto", "a", "b"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a layout of the experts; use auto, a or b")
     return text
 
 

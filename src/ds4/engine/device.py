@@ -19,7 +19,8 @@ from ds4.errors import Ds4Error
 
 if TYPE_CHECKING:
     from ds4.gguf.file import ModelFile
-    from ds4.model.cuda.plan import MemoryPlan
+    from ds4.model.cuda.plan import ExpertLayout, MemoryPlan
+    from ds4.ops.kernels.planes import Iq2Layout
 
 CAPABILITY = (9, 0)
 """The least compute capability that the kernels are made for."""
@@ -124,6 +125,7 @@ def plan_for(file: ModelFile, config: EngineConfig, room: int) -> MemoryPlan:
         context=config.context,
         sessions=config.sessions,
         chunk=config.prefill_chunk,
+        layout=config.expert_layout,
         checkpoint_bytes=config.checkpoint_bytes,
         quality=config.quality,
     )
@@ -137,6 +139,7 @@ def plan_table(
     chunk: int | None = None,
     cards: Sequence[float] | None = None,
     quality: bool = False,
+    expert_layout: ExpertLayout = "auto",
 ) -> str:
     """What a model file takes on a CUDA device as text, from its header alone.
 
@@ -144,7 +147,7 @@ def plan_table(
         context: tokens of each session; None: the model's.
         chunk: tokens of a prefill step; None: the default of CUDA devices.
         cards: sizes in GB for which it is said what fits; None: usual ones.
-        quality: as in `EngineConfig`.
+        quality, expert_layout: as in `EngineConfig`; with "auto" it is said for each card which layout it would get.
 
     Raises:
         FileFormatError: the file cannot be used. Ds4Error: there are no kernels for the model, or the options do not
@@ -159,8 +162,9 @@ def plan_table(
     if context is None:
         context = file.shape.context
     tokens, experts = steps_of(chunk, quality)[0]
-    options = Options(context, sessions, chunk=tokens, experts_at_once=experts, quality=quality)
-    return memory_plan(path, options).table(CARDS if cards is None else cards)
+    layout: Iq2Layout = "b" if expert_layout == "auto" else expert_layout
+    options = Options(context, sessions, layout, tokens, experts, quality=quality)
+    return memory_plan(path, options).table(CARDS if cards is None else cards, expert_layout == "auto")
 
 
 def load_runner(
@@ -196,4 +200,6 @@ def load_runner(
     )
     runner = CudaRunner.load(FileBytes(file), device, settings, progress)
     config = replace(config, context=o.context, prefill_chunk=o.chunk, sessions=o.sessions)
+    if plan.has_layouts:
+        config = replace(config, expert_layout=o.layout)
     return cast(Runner, runner), config

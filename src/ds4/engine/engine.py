@@ -50,6 +50,9 @@ class EngineConfig:
         quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the
             results are nearly those of the CPU, but slow, and sessions that step together are computed one after the
             other. The CPU always computes so.
+        expert_layout: how a CUDA device holds experts of type IQ2_XXS: "a" (3.19 bits a weight, faster decode), "b"
+            (2.19 bits) or "auto": A where everything fits with it, else B. The results are the same. Other types, and
+            the CPU, have one layout only. Of an engine that was loaded: the one that was taken.
     """
 
     context: int | None = None
@@ -59,10 +62,13 @@ class EngineConfig:
     threads: int | None = None
     sessions: int | None = None
     quality: bool = False
+    expert_layout: Literal["auto", "a", "b"] = "auto"
 
     def __post_init__(self) -> None:
         if type(self.quality) is not bool:
             raise Ds4Error(f"quality is {self.quality!r}; it must be True or False")
+        if self.expert_layout not in ("auto", "a", "b"):
+            raise Ds4Error(f"expert_layout is {self.expert_layout!r}; use 'auto', 'a' or 'b'")
         limits: dict[str, tuple[int, int | None]] = {
             "checkpoint_bytes": (0, None),
             "checkpoint_interval": (0, None),
@@ -249,6 +255,12 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """True if `tokenizer` can be used."""
         return self._tokenizer is not None
+
+    @property
+    def expert_layout(self) -> Literal["a", "b"] | None:
+        """The layout of IQ2_XXS experts on a CUDA device; None where there are none, and on the CPU."""
+        found: Literal["a", "b"] | None = getattr(self.runner, "expert_layout", None)
+        return found
 
     @property
     def identity(self) -> Identity:

@@ -39,8 +39,8 @@ def load(
         device: "cpu", "cuda" (the current one), "cuda:N" (its number), or "auto": CUDA where the card, the packages and
             the model allow it (see `ds4.engine.device.choose`), else the CPU.
         qat_sim: run the quantisation round trips the model was trained with. None: what the file records, else on.
-        config: context, prefill chunk, sessions, checkpoint budget, threads. On a CUDA device a plan is made of it
-            before anything is loaded, and what the configuration leaves open becomes what fits.
+        config: context, prefill chunk, sessions, checkpoint budget, threads, layout of the experts. On a CUDA device a
+            plan is made of it before anything is loaded, and what the configuration leaves open becomes what fits.
         index_selection: "topk" is the model; "random" and "all" measure what its indexer is worth.
         progress: called with (bytes read, bytes in all) while the weights are read.
 

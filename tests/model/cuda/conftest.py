@@ -18,7 +18,7 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-_WHOLES = ("test_forward", "test_engine", "test_quality")
+_WHOLES = ("test_forward", "test_engine", "test_quality", "test_expert_layout")
 _AS_THEY_ARE = ("test_a_step_only_launches", "test_buffers_of_a_step_are_as_planned")
 _REAL_EXPERTS = "test_the_first_token"
 

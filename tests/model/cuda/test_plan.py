@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ds4.model.cuda.plan import (
     weight_bytes,
 )
 from ds4.model.cuda.plan import row_bytes as kv_row_bytes
+from ds4.model.cuda.plan_text import size
 from ds4.ops.kernels.planes import allocate
 
 Q2 = {"gate": T.IQ2_XXS, "up": T.IQ2_XXS, "down": T.Q2_K}
@@ -177,13 +179,69 @@ def test_quality_takes_floats():
 def test_flash_on_cards():
     found = plan()
     assert [found.verdict(card).fits for card in (141, 96, 80, 24)] == [True, True, False, False]
-    assert "layout A" in " ".join(found.verdict(141).advice)
-    assert "layout A" not in " ".join(found.verdict(96).advice)
     assert "the weights alone take" in found.verdict(24).advice[0]
     a = plan(layout="a").verdict(96)
     assert not a.fits
-    assert "layout B" in a.advice[0]
-    assert "fits" in a.advice[0]
+    assert a.advice == ("layout B of the experts (--expert-layout b or auto) takes 21.50 GiB less and fits",)
+    assert "(--expert-layout b or auto) is needed, and more" in plan(layout="a").verdict(88).advice[0]
+
+
+def test_auto_is_layout_a_where_all_of_it_fits_and_a_little_is_left():
+    tensors = tensors_of(FLASH, Q2)
+    need = plan(sessions=9, layout="a").card_bytes
+    least = need + 2 * GIB
+    for room, layout in ((least, "a"), (least - 1, "b"), (need, "b"), (96 * GIB, "b")):
+        found = fit(FLASH, tensors, room, context=32768, sessions=9)
+        assert found.options == replace(plan(sessions=9).options, layout=layout)
+        assert found.card_bytes <= room
+    # What is asked for is taken, with nothing to spare too.
+    assert fit(FLASH, tensors, need, context=32768, sessions=9, layout="a").options.layout == "a"
+    assert fit(FLASH, tensors, 1 << 40, context=32768, sessions=9, layout="b").options.layout == "b"
+    with pytest.raises(Ds4Error, match=r"9 sessions of 32,768 tokens and experts in layout A takes .*layout B"):
+        fit(FLASH, tensors, 106 * GIB, context=32768, sessions=9, layout="a")
+
+
+@pytest.mark.parametrize("quality", [False, True])
+def test_auto_makes_nothing_smaller(quality):
+    """Context, sessions and chunks that are left open are those of layout B."""
+    tensors, taken = tensors_of(FLASH, Q2), set()
+    for gib in (90, 120, 150):
+        auto, b = (fit(FLASH, tensors, gib * GIB, layout=layout, quality=quality) for layout in ("auto", "b"))
+        assert replace(auto.options, layout="b") == b.options
+        assert auto.card_bytes <= gib * GIB
+        taken.add(auto.options.layout)
+    assert taken == {"a", "b"}
+
+
+def test_other_types_have_one_layout():
+    tensors = tensors_of(FLASH, Q4)
+    plans = [fit(FLASH, tensors, 200 * GIB, context=32768, layout=layout) for layout in ("auto", "a", "b")]
+    assert len({found.card_bytes for found in plans}) == 1
+    assert not plans[0].has_layouts
+    assert "layout" not in plans[0].table(auto=True)
+    with pytest.raises(Ds4Error) as error:
+        fit(FLASH, tensors, 100 * GIB, context=32768, layout="a")
+    assert "layout" not in str(error.value)
+
+
+def test_the_table_has_both_layouts():
+    text = plan(sessions=9).table([141, 96, 24], auto=True)
+    assert "routed experts, IQ2_XXS, layout B    47.03 GiB   68.53 GiB in layout A\n" in text
+    a, b = (size(plan(sessions=9, layout=layout).card_bytes) for layout in ("a", "b"))
+    assert f"\non the card: {b} with layout B of the experts, {a} with layout A\n" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if " GB card: " in line}
+    assert re.fullmatch(r"141 GB card: fits, 28.* left with layout A \(layout B: fits, 49.* left\)", lines["141"])
+    assert re.fullmatch(r"96 GB card: fits, .* with layout B \(layout A: does not fit, 16.* short\)", lines["96"])
+    assert re.fullmatch(r"24 GB card: does not fit, .* with layout B \(layout A: does not .*\)", lines["24"])
+    # More of something fits with layout B.
+    contexts = dict(re.findall(r"up to --ctx (\d+) fits with layout (.)", text))
+    assert sorted(contexts.values()) == ["A", "B"]
+    assert int(max(contexts, key=int)) > int(min(contexts, key=int))
+    # What was asked for comes first.
+    given = plan(sessions=9, layout="a").table([141, 96])
+    assert "routed experts, IQ2_XXS, layout A    68.53 GiB   47.03 GiB in layout B\n" in given
+    assert "96 GB card: does not fit, " in given
+    assert "short with layout A (layout B: fits, " in given
 
 
 def test_advice_is_true():

@@ -118,6 +118,32 @@ def test_down(type, layout, shape, rows, form, device):
         assert error(out[real], (expected.sum(1) if form == "sum" else expected)[real]) < bar
 
 
+@pytest.mark.parametrize("rows", ROWS if ON_GPU else [1])
+@pytest.mark.parametrize("shape", SHAPES if ON_GPU else [(256, 16, 2, 1)], ids=str)
+def test_layouts_of_iq2_xxs_give_the_same_bits(shape, rows, device):
+    """So states do not depend on the layout, and those that one has computed are good for the other."""
+    k, n, experts, top = shape
+    chosen = choices(rows, top, experts, device)
+    groups = Groups.allocate(chosen.numel(), experts, device)
+    group(chosen, groups)
+    weights = torch.rand(rows, top, generator=torch.Generator().manual_seed(rows)).to(device)
+    q, _ = activations(rows, k, 3, device)
+    h, _ = activations(rows * top, k, 5, device)
+    found: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    for layout, results in found.items():
+        gate, up = (make(T.IQ2_XXS, layout, n, k, experts, seed, device)[0] for seed in (1, 2))
+        for sorted_ in (None, groups):
+            results.append(torch.zeros(rows * top, n, device=device))
+            gate_up(q, chosen, gate, up, 10.0, results[-1], sorted_, TILE)
+            results.append(torch.zeros(rows, top, n, device=device))
+            down(h, chosen, weights, up, results[-1], sorted_, tile=TILE)
+        results.append(torch.zeros(rows, n, device=device))
+        down_sum(h, chosen, weights, up, results[-1], TILE)
+    for a, b in zip(found["a"], found["b"], strict=True):
+        assert a.abs().max() > 0
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(2, 1), Tile(3, 2), Tile(1, 4)], ids=str)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_any_tile_gives_the_same(tile, grouped, device):

@@ -41,6 +41,18 @@ def test_dequantise_experts(type, layout, dtype, device):
     assert float(((out.double() - expected).abs() / expected.abs().amax()).max()) < 4 * step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=str)
+def test_layouts_of_iq2_xxs_decode_to_the_same_bits(dtype, device):
+    experts, n, k = (3, 2048, 4096) if ON_GPU else (1, 8, 256)
+    found = {}
+    for layout in ("a", "b"):
+        planes, _ = make(T.IQ2_XXS, layout, n, k, experts, 1, device)
+        found[layout] = torch.empty(experts, n, k, dtype=dtype, device=device)
+        dequantise_experts(planes, found[layout])
+    assert found["a"].abs().max() > 0
+    assert torch.equal(found["a"], found["b"])
+
+
 def test_dequantise_leaves_out_what_is_not_used(device):
     planes, weight = make(T.Q2_K, "b", 16, 256, 4, 2, device)
     groups = Groups.allocate(4, 4, device)

@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType
 from ds4.errors import Ds4Error
 from ds4.gguf.file import open_model
 from ds4.gguf.header import TensorInfo
-from ds4.gguf.shape import EXPERT_TYPES, Shape
+from ds4.gguf.shape import Shape
+from ds4.model.cuda.plan_text import plan_table, size
 from ds4.ops.kernels.planes import Iq2Layout, planes_nbytes
 
 GIB = 1 << 30
@@ -43,11 +44,14 @@ _INDEX_SCORES = 512 << 20  # prefill scores so many bytes of keys at once at mos
 _CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
 _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
-_SPARE = 2 << 30  # what a default context leaves: PyTorch's allocator may keep so much between its blocks
+_SPARE = 2 << 30  # what a default context and layout leave: PyTorch's allocator may keep so much between its blocks
 _SMALL_CONTEXT = 32_768  # a default context is not made smaller than this as long as fewer sessions help
 _GROUPED_ROWS = 16  # from so many rows on, a step sorts its experts
 
 Place = Literal["card", "host"]
+
+ExpertLayout = Literal["auto", "a", "b"]
+"""The layout of IQ2_XXS experts that is asked for; "auto": as `MemoryPlan.fastest` says."""
 
 
 @dataclass(frozen=True)
@@ -138,41 +142,40 @@ class MemoryPlan:
 
     def verdict(self, card_gb: float) -> Verdict:
         """Does it fit on a card of that size, as it is sold, and what could be changed?"""
-        room = int(card_gb * GIB * _USABLE)
+        room = _room(card_gb)
         free = room - self.card_bytes
         advice = _more(self, room) if free >= 0 else _less(self, room)
         return Verdict(card_gb, free >= 0, free, tuple(advice))
+
+    @property
+    def has_layouts(self) -> bool:
+        """Whether there are IQ2_XXS experts: nothing else has two layouts."""
+        return any("_exps." in name and info.type.name == "IQ2_XXS" for name, info in self.tensors.items())
+
+    def other(self) -> MemoryPlan:
+        """The same with the other layout."""
+        return self.change(layout=_other(self.options.layout))
+
+    def fastest(self, room: int) -> MemoryPlan:
+        """The same with layout A if all of it fits into `room` bytes with a little to spare, else with layout B."""
+        plan = self.change(layout="a")
+        return plan if self.has_layouts and plan.card_bytes <= room - _spare(room) else self.change(layout="b")
 
     def check(self, room: int) -> None:
         """Raise `Ds4Error` with advice if more than `room` bytes are needed on the card."""
         if self.card_bytes > room:
             o = self.options
             sessions = f"{o.sessions} session{'s' if o.sessions > 1 else ''} of {o.context:,} tokens"
+            experts = " and experts in layout A" if o.layout == "a" and self.has_layouts else ""
             raise Ds4Error(
-                f"the model with {sessions} takes {size(self.card_bytes)} on the card, but {size(max(room, 0))} are"
-                f" free there; {'; '.join(_less(self, room))}"
+                f"the model with {sessions}{experts} takes {size(self.card_bytes)} on the card, but"
+                f" {size(max(room, 0))} are free there; {'; '.join(_less(self, room))}"
             )
 
-    def table(self, cards: Iterable[float] = CARDS) -> str:
-        """The plan as text: items, sums, and a verdict for each card."""
-        o = self.options
-        width = max(len(item.name) for item in self.items) + 2
-        sessions = f"{o.sessions} session{'s' if o.sessions > 1 else ''} of {o.context:,} tokens"
-        lines = [f"Memory plan: {self.shape.name}, {sessions}, prefill chunk {o.chunk:,}"]
-        part = ""
-        for item in self.items:
-            if item.part != part:
-                part = item.part
-                lines += ["", f"{part}: {size(self.bytes_of(part))}"]
-            detail = f"   {item.detail}" if item.detail else ""
-            lines.append(f"  {item.name:<{width}}{size(item.nbytes):>11}{detail}".rstrip())
-        lines += ["", f"on the card: {size(self.card_bytes)}", ""]
-        for card in cards:
-            verdict = self.verdict(card)
-            text = f"fits, {size(verdict.free)} left" if verdict.fits else f"does not fit, {size(-verdict.free)} short"
-            lines.append(f"{card:g} GB card: {text}")
-            lines += [f"  - {advice}" for advice in verdict.advice]
-        return "\n".join(lines) + "\n"
+    def table(self, cards: Iterable[float] = CARDS, auto: bool = False) -> str:
+        """The plan as text: items, sums, and a verdict for each card; `auto`: each in the layout that it would get."""
+        chosen = [(card, self.fastest(_room(card)) if auto else self) for card in cards]
+        return plan_table(self, chosen, auto)
 
 
 def memory_plan(path: str | os.PathLike[str], options: Options) -> MemoryPlan:
@@ -196,7 +199,7 @@ def fit(
     context: int | None = None,
     sessions: int | None = None,
     chunk: int | None = None,
-    layout: Iq2Layout = "b",
+    layout: ExpertLayout = "auto",
     checkpoint_bytes: int = GIB,
     quality: bool = False,
 ) -> MemoryPlan:
@@ -204,15 +207,17 @@ def fit(
 
     The defaults: the model's context, `DEFAULT_SESSIONS` sessions, and chunks of 4,096 tokens, 2,048 with `quality`.
     Smaller chunks are taken only if nothing else helps, fewer sessions only if the context has been given or is too
-    small otherwise. A context that is made smaller leaves a little.
+    small otherwise. A context that is made smaller leaves a little. Layout "auto" makes nothing smaller: it is A where
+    what would be planned with B fits with A too.
 
     Raises:
         Ds4Error: what is wanted does not fit; with advice.
     """
+    least_layout: Iq2Layout = "b" if layout == "auto" else layout
     most = min(context or shape.context, shape.context)
     counts = [DEFAULT_SESSIONS, 4, 2, 1] if sessions is None else [sessions]
     plans = [
-        plan_memory(shape, tensors, Options(most, count, layout, tokens, experts, checkpoint_bytes, quality))
+        plan_memory(shape, tensors, Options(most, count, least_layout, tokens, experts, checkpoint_bytes, quality))
         for tokens, experts in steps_of(chunk, quality)
         for count in counts
     ]
@@ -220,9 +225,10 @@ def fit(
         for plan in plans:
             found = most if plan.card_bytes <= room else 0
             if not found and context is None:
-                found = _most(plan, "context", most, room - min(_SPARE, room // 32), min(1024, most))
+                found = _most(plan, "context", most, room - _spare(room), min(1024, most))
             if found >= least:
-                return plan.change(context=found)
+                plan = plan.change(context=found)
+                return plan.fastest(room) if layout == "auto" else plan
     plans[0].check(room)
     raise AssertionError("a plan that fits was not taken")
 
@@ -263,7 +269,8 @@ _VECTORS = "norms, biases and the like"
 def _weights(shape: Shape, tensors: Mapping[str, TensorInfo], options: Options) -> list[Item]:
     """One item for each family and type. Tensors that share their data in the file are loaded once."""
     sums: dict[tuple[str, GGMLQuantizationType], int] = {}
-    seen = set()
+    others: dict[tuple[str, GGMLQuantizationType], int] = {}
+    seen, other = set(), _other(options.layout)
     for info in sorted(tensors.values(), key=lambda info: info.offset):
         if info.offset in seen:
             continue
@@ -271,11 +278,15 @@ def _weights(shape: Shape, tensors: Mapping[str, TensorInfo], options: Options) 
         family = next(family for part, family in _FAMILIES.items() if part in info.name)
         key = (_VECTORS, GGMLQuantizationType.F32) if _is_vector(info) else (family, info.type)
         sums[key] = sums.get(key, 0) + weight_bytes(info, options.layout)
+        others[key] = others.get(key, 0) + weight_bytes(info, other)
     order = [*dict.fromkeys(_FAMILIES.values()), _VECTORS]
     items = []
     for (family, kind), nbytes in sorted(sums.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1].name)):
-        form = f"{kind.name}, layout {options.layout.upper()}" if kind.name == "IQ2_XXS" else kind.name
-        items.append(Item("weights", f"{family}, {form}", nbytes))
+        if kind.name == "IQ2_XXS":
+            detail = f"{size(others[family, kind])} in layout {other.upper()}"
+            items.append(Item("weights", f"{family}, {kind.name}, layout {options.layout.upper()}", nbytes, detail))
+        else:
+            items.append(Item("weights", f"{family}, {kind.name}", nbytes))
     return items
 
 
@@ -489,8 +500,17 @@ def _decode(shape: Shape, options: Options) -> list[Item]:
 # --- advice -----------------------------------------------------------------------------------------------------------
 
 
-def _has_layouts(plan: MemoryPlan) -> bool:
-    return any(info.type.name == "IQ2_XXS" for info in plan.tensors.values() if info.type in EXPERT_TYPES)
+def _room(card_gb: float) -> int:
+    """Bytes that a card of a size, as it is sold, has for all of it."""
+    return int(card_gb * GIB * _USABLE)
+
+
+def _spare(room: int) -> int:
+    return min(_SPARE, room // 32)
+
+
+def _other(layout: Iq2Layout) -> Iq2Layout:
+    return "b" if layout == "a" else "a"
 
 
 def _most(plan: MemoryPlan, name: str, limit: int, room: int, step: int = 1) -> int:
@@ -514,20 +534,19 @@ def _more(plan: MemoryPlan, room: int) -> list[str]:
     context = _most(plan, "context", plan.shape.context, room, min(1024, plan.shape.context))
     if context > o.context:
         advice.append(f"up to --ctx {context} fits")
-    if o.layout == "b" and _has_layouts(plan) and plan.change(layout="a").card_bytes <= room:
-        advice.append("layout A of the experts fits too, and is faster at decode")
     return advice
 
 
 def _less(plan: MemoryPlan, room: int) -> list[str]:
     """What to change so that the plan fits, each thing alone if that is enough, all together if not."""
     o, advice = plan.options, []
-    if o.layout == "a" and _has_layouts(plan):
-        other = plan.change(layout="b")
+    if o.layout == "a" and plan.has_layouts:
+        other = plan.other()
         if other.card_bytes <= room:
-            return [f"layout B of the experts takes {size(plan.card_bytes - other.card_bytes)} less and fits"]
+            less = size(plan.card_bytes - other.card_bytes)
+            return [f"layout B of the experts (--expert-layout b or auto) takes {less} less and fits"]
         plan = other
-        advice.append("layout B of the experts is needed, and more")
+        advice.append("layout B of the experts (--expert-layout b or auto) is needed, and more")
     chunks = [c for c in _CHUNKS if c < o.chunk]
     batches = [b for b in _EXPERTS_AT_ONCE if b < min(o.experts_at_once, plan.shape.experts)]
     found = []
@@ -551,10 +570,3 @@ def _less(plan: MemoryPlan, room: int) -> list[str]:
     if weights > room:
         return [f"the weights alone take {size(weights)}: a larger card or a smaller quantisation is needed"]
     return [*advice, f"beside {size(weights)} of weights there is no room to work: a larger card is needed"]
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: GiB from a tenth of one on, else MiB, and KiB below one."""
-    if nbytes >= GIB // 10:
-        return f"{nbytes / GIB:.2f} GiB"
-    return f"{nbytes / (1 << 20):.2f} MiB" if nbytes >= 1 << 20 or not nbytes else f"{nbytes / (1 << 10):.2f} KiB"

@@ -80,6 +80,11 @@ class CudaRunner:
         self._ahead: _Ahead | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
+    @property
+    def expert_layout(self) -> Iq2Layout | None:
+        """The layout of IQ2_XXS experts; None where there are none."""
+        return self.model.weights.expert_layout
+
     def renew(self) -> CudaRunner:
         """See `ds4.engine.engine.Runner`: the weights are shared; cache, buffers and graphs are new.
 

@@ -25,7 +25,16 @@ from ds4.gguf.header import row_bytes
 from ds4.gguf.shape import Shape, expected_tensors
 from ds4.model.cuda.support import check_model
 from ds4.ops.kernels.hyper import HyperWeights
-from ds4.ops.kernels.planes import F16Planes, Iq2Layout, Planes, Q8Planes, allocate, repack
+from ds4.ops.kernels.planes import (
+    F16Planes,
+    Iq2aPlanes,
+    Iq2bPlanes,
+    Iq2Layout,
+    Planes,
+    Q8Planes,
+    allocate,
+    repack,
+)
 
 _F32, _F16, _BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16
 _Q8_0, _I32, _MXFP4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.I32, GGMLQuantizationType.MXFP4
@@ -224,6 +233,12 @@ class DeviceWeights:
         layers = tuple(_layer(loader, shape, layer) for layer in range(shape.layers))
         head = loader.hyper("output_hc", "output_norm.weight")
         return cls(shape, torch.device(device), embedding, layers, head, loader.q8("output.weight"))
+
+    @property
+    def expert_layout(self) -> Iq2Layout | None:
+        """The layout of IQ2_XXS experts; None where there are none."""
+        kinds = {type(planes) for layer in self.layers for planes in (layer.gate, layer.up, layer.down)}
+        return "a" if Iq2aPlanes in kinds else "b" if Iq2bPlanes in kinds else None
 
 
 def _layer(loader: _Loader, shape: Shape, layer: int) -> DeviceLayer:
