@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--steps", type=int, default=64, help="tokens that are decoded (64)")
     sub.add_argument("--batch", type=int, default=16)
     sub.add_argument("--batch-context", type=int, default=4096, help="one of the contexts (4096)")
+    sub.add_argument("--expert-layout", choices=("auto", "a", "b"), default="auto", help="as for ds4 (auto)")
     return made
 
 

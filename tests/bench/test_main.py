@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,34 @@ def test_table_and_files(embedded: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--compare", str(files["json"]), str(files["json"]), "--threshold", "1"]) == 0
 
 
+def test_the_layout_of_the_experts(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for reaches the engine; what the engine took is told."""
+    from ds4.engine import Engine, EngineConfig, loading
+
+    asked: list[str] = []
+    load = loading.load
+
+    def recording(*args: Any, config: EngineConfig, **more: Any) -> Engine:
+        asked.append(config.expert_layout)
+        return load(*args, config=config, **more)
+
+    monkeypatch.setattr(loading, "load", recording)
+    flags = ["--ctx-start", "16", "--ctx-max", "16", "-n", "0", "--repeat", "1", "--first-token", "0", "-t", "1"]
+    files = [tmp_path / f"{name}.json" for name in ("cpu", "a")]
+    assert main([*flags, "--json", str(files[0])]) == 0
+    assert "layout" not in capsys.readouterr().out
+    monkeypatch.setattr(Engine, "expert_layout", "a")
+    assert main([*flags, "--json", str(files[1]), "--expert-layout", "b"]) == 0
+    assert "experts in layout A" in capsys.readouterr().out
+    assert asked == ["auto", "b"]
+    found = [json.loads(file.read_text(encoding="utf-8"))["settings"]["expert_layout"] for file in files]
+    assert found == [None, "a"]
+    assert main(["--compare", *map(str, files)]) == 0
+    assert "settings, expert_layout: None / a" in capsys.readouterr().out
+
+
 def test_a_filled_context(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--fill-context", "2000", "-n", "2", "--repeat", "1", "--sessions", "2", "-t", "1"]) == 0
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("2,000")]
@@ -98,6 +127,7 @@ def test_a_text_instead_of_random_tokens(embedded: Path, tmp_path: Path, capsys:
         ("--device tpu", 1, "device 'tpu' is not available"),
         ("--plot a.gif", 1, "must end in"),
         ("--repeat three", 2, "--repeat"),
+        ("--expert-layout c", 2, "'c' is not one of 'auto', 'a', 'b'"),
         ("--no-such-flag", 2, "--no-such-flag"),
         ("--threshold 0.9", 2, "--threshold belongs to --compare"),
         ("--growth --csv a.csv", 2, "--growth measures memory alone"),

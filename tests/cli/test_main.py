@@ -232,6 +232,13 @@ def test_kernels_are_compiled_at_the_start_unless_told(model_file: Path, monkeyp
     assert len(compiled) == 1
 
 
+def test_the_layout_of_the_experts_is_passed_on(model_file: Path) -> None:
+    assert load_engine(Options(model=str(model_file))).config.expert_layout == "auto"
+    engine = load_engine(Options(model=str(model_file), expert_layout="b"))
+    assert engine.config.expert_layout == "b"
+    assert engine.expert_layout is None  # the CPU has no choice
+
+
 def test_the_installed_command_answers(model_file: Path) -> None:
     command = [str(Path(sys.executable).with_name("ds4")), "-m", str(model_file), "-n", "4", "--seed", "1", "-p", "Hi"]
     first, second = (subprocess.run(command, capture_output=True, timeout=200) for _ in range(2))

@@ -30,11 +30,12 @@ def test_every_flag_arrives() -> None:
     argv = (
         "-m a.gguf -c 100 -n 5 -t 2 --prefill-chunk 64 --temp 0.5 --top-p 0.9 --min-p 0 --top-k 40 --seed 7 --nothink"
         " -sys Hi -p Ask --template ds4 --hide-thinking --quality --no-warmup --dump-logprobs out --logprobs-top-k 3"
+        " --expert-layout b"
     )
     assert parse(argv.split()) == Options(
         model="a.gguf", context=100, max_tokens=5, threads=2, prefill_chunk=64, temperature=0.5, top_p=0.9, min_p=0.0,
         top_k=40, seed=7, mode="none", system="Hi", prompt="Ask", template="ds4", hide_thinking=True, quality=True,
-        warmup=False, dump_logprobs="out", logprobs_top_k=3,
+        warmup=False, dump_logprobs="out", logprobs_top_k=3, expert_layout="b",
     )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         ("Hello", "Hello"),
         ("--mod x", "--mod"),
         ("-n", "expected one argument"),
+        ("--expert-layout c", "'c' is not a layout of the experts; use auto, a or b"),
         ("-n -1", "'-1' is not a whole number from 0 on"),
         ("-n 1.5", "'1.5' is not a whole number"),
         ("-c 0", "from 1 on"),

@@ -12,6 +12,7 @@ from ds4.cli import imatrix_text, quality, score
 from ds4.cli.main import main
 from ds4.cli.options import Options, parse
 from ds4.engine import Engine
+from ds4.errors import Ds4Error
 from ds4.evals.perplexity import perplexity
 from ds4.quantize import collect as collecting
 from ds4.quantize.imatrix import load
@@ -229,6 +230,16 @@ def test_scoring_and_comparing(
     assert "not compared: 1 cases that only A has, 0 that only B has" in capsys.readouterr().out
 
 
+def test_flags_of_score_reach_the_model(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(options: Options, **_: object) -> None:
+        assert options == Options(model="m.gguf", context=9, prefill_chunk=4, quality=True, expert_layout="b")
+        raise Ds4Error("seen")
+
+    monkeypatch.setattr(score, "load_engine", load)
+    flags = "-m m.gguf -c 9 --prefill-chunk 4 --quality --expert-layout b"
+    assert score.main([str(cases), "-o", str(tmp_path / "r.json"), *flags.split()]) == 1
+
+
 def test_a_better_model_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ds4.evals.score import Results, Score
 
@@ -249,6 +260,7 @@ def test_mistakes_of_score(model_file: Path, cases: Path, tmp_path: Path, capsys
         ["--compare", "a"],
         ["--compare", "a", "b", "-o", out],
         [str(cases), "-o", out, "-c", "1"],
+        [str(cases), "-o", out, "--expert-layout", "c"],
     ):
         assert score.main(argv) == 2
         assert capsys.readouterr().err.startswith("ds4-score: ")

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import ds4
+from ds4.cli import repl
 from ds4.cli.conversation import Conversation
-from ds4.cli.options import COMMANDS
+from ds4.cli.options import COMMANDS, Options
 from ds4.cli.prompt import Style
 from ds4.cli.repl import Repl, history_path
 from ds4.cli.terminal import DIM, RESET
@@ -153,6 +154,21 @@ def test_unknown_commands_are_named_and_a_space_makes_a_question(play: Play) -> 
     assert "[there is no command /frob; /help lists them." in screen
     assert "[/power is not built yet]" in screen
     assert [m.text for m in conversation.messages] == ["/etc/passwd?", "A file."]
+
+
+@pytest.mark.parametrize(("layout", "text"), [(None, "tokens. /help"), ("a", "tokens, experts in layout A. /help")])
+def test_the_first_line_says_how_experts_are_held(
+    play: Play, layout: str | None, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Left:
+        def prompt(self, text: str) -> str:
+            raise EOFError
+
+    monkeypatch.setattr(repl, "_prompt_session", lambda path: Left())
+    monkeypatch.setattr(Engine, "expert_layout", layout)
+    _, conversation = play([])
+    assert repl.run_repl(conversation, Options(model="m.gguf")) == 0
+    assert capsys.readouterr().out.startswith("m.gguf, context 4096 " + text)
 
 
 def test_history_is_kept_in_the_folder_for_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

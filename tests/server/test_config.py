@@ -29,7 +29,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         " --effort-profile 0731 --think-default off --cors --trace t --scripted s --scripted-kv-bytes-per-token 3"
         " --max-queue 4 --max-sessions 2 --no-safe-client-text --no-think-recovery --disable-exact-dsml-tool-replay"
         " --tool-memory-max-ids 9 --chdir /tmp --device cuda:1 --raw-completions --api-key one --api-key=-two"
-        " --quality --no-warmup --api-key-file keys --request-timeout 1.5 --step-timeout 2"
+        " --quality --no-warmup --api-key-file keys --request-timeout 1.5 --step-timeout 2 --expert-layout a"
     )
     config = parse_args(flags.split())
     assert config == ServerConfig(
@@ -37,7 +37,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         max_tokens=7, threads=2, prefill_chunk=32, checkpoint_mb=5, template="ds4", effort_profile="0731",
         think_default=False, cors=True, trace=Path("t"), scripted=Path("s"), scripted_kv_bytes=3, max_queue=4,
         max_sessions=2, safe_client_text=False, think_recovery=False, replay=False, tool_memory_max_ids=9,
-        chdir=Path("/tmp"), raw_completions=True,
+        chdir=Path("/tmp"), raw_completions=True, expert_layout="a",
         api_keys=("one", "-two"), api_key_file=Path("keys"), request_timeout=1.5, step_timeout=2.0,
     )  # fmt: skip
 
@@ -50,6 +50,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--rocm"], "--rocm is not built yet"),
         (["--device", "gpu"], "'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
         (["--device", "cuda:x"], "'cuda:x' is not a device"),
+        (["--expert-layout", "c"], "argument --expert-layout: invalid choice: 'c' (choose from"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key", "good", "--api-key", "hush hush"], "the API key has a space or a character that is not ASCII"),
         (["--api-key", "hushé"], "the API key has a space"),

@@ -117,6 +117,19 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_backend(ServerConfig(model=tmp_path / "mute.gguf"))
 
 
+def test_the_layout_of_the_experts_is_passed_on_and_logged(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert load_backend(ServerConfig(model=model)).engine.config.expert_layout == "auto"
+    assert "layout" not in caplog.text  # the CPU has no choice
+    monkeypatch.setattr(Engine, "expert_layout", "b")
+    assert load_backend(ServerConfig(model=model, expert_layout="b")).engine.config.expert_layout == "b"
+    assert "experts are in layout B (--expert-layout b)" in caplog.text
+    with pytest.raises(Ds4Error, match="expert_layout is 'c', but must be auto, a or b"):
+        ServerConfig(expert_layout="c")  # type: ignore[arg-type]
+
+
 def test_the_second_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)

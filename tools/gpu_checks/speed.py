@@ -32,7 +32,8 @@ def check_speed(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device != "cpu"
     contexts, chunks, chunk = sorted(numbers(options.contexts)), numbers(options.chunks), options.chunk
     context = max(*contexts, options.prefill_tokens, options.first_token, *chunks) + 512
-    config = common.config_of(context, options.batch + 3, max(chunk, *chunks))
+    layout = options.expert_layout
+    config = common.config_of(context, options.batch + 3, max(chunk, *chunks), expert_layout=layout)
     if on_gpu:
         torch.zeros(1, device=options.device)
     before = anonymous_bytes()
@@ -40,6 +41,8 @@ def check_speed(options: argparse.Namespace, report: Report) -> None:
         engine = common.open_engine(options.device, options.file, config, common.loading(report))
         synchronize(options.device)
     runner: Any = engine.runner
+    report.values["expert layout"] = engine.expert_layout
+    report.line(f"layout of IQ2_XXS experts: {engine.expert_layout or 'there are none'}")
     begin = time.perf_counter()
     if on_gpu:
         engine.warm_up()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SAME = {
     "model": ("file", "bytes", "identity"),
     "machine": ("gpu", "cpu", "threads", "torch", "triton"),
-    "settings": ("seed", "quality", "prefill_chunk"),
+    "settings": ("seed", "quality", "prefill_chunk", "expert_layout"),
 }
 """What two measurements should share; a difference is told."""
 _SPEEDS = {"prefill_tps": "prefill, tokens/s", "gen_tps": "decode, tokens/s"}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ds4.bench.run import Job, run, wide_console
+from ds4.bench.run import Job, Layout, run, wide_console
 from ds4.bench.settings import Outputs
 from ds4.errors import Ds4Error
 from ds4.process import exit_at_interrupt, wait_passively
@@ -32,6 +32,7 @@ def bench(
     threads: Annotated[int | None, _flag("-t", "--threads", panel=_RUN, help="CPU threads", min=1, max=1024)] = None,
     chunk: Annotated[int | None, _flag("--prefill-chunk", panel=_RUN, help="tokens of a prefill step", min=1)] = None,
     quality: Annotated[bool, _flag("--quality", panel=_RUN, help="float32 throughout on a CUDA device")] = False,
+    layout: Annotated[Layout, _flag("--expert-layout", panel=_RUN, help="of IQ2_XXS experts on CUDA devices")] = "auto",
     alloc: Annotated[int | None, _flag("--ctx-alloc", panel=_RUN, help="context (what is needed)", min=1)] = None,
     start: Annotated[int | None, _flag("--ctx-start", panel=_WALK, help="first context (2048; small ones 64)")] = None,
     end: Annotated[int | None, _flag("-c", "--ctx-max", "--ctx", panel=_WALK, help="last one (32768; 256)")] = None,
@@ -96,7 +97,7 @@ def bench(
     }  # fmt: skip
     run(
         Job(
-            model=model, device=device, threads=threads, chunk=chunk, quality=quality, alloc=alloc,
+            model=model, device=device, threads=threads, chunk=chunk, quality=quality, layout=layout, alloc=alloc,
             wanted={name: value for name, value in wanted.items() if value is not None},
             prompt=prompt, chat=chat, system=system, note=note,
             growth=(growth_tokens, growth_requests) if growth else None,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ds4.gguf.file import ModelFile
     from ds4.gguf.shape import Shape
 
+
+Layout = Literal["auto", "a", "b"]
+"""As `ds4.engine.EngineConfig.expert_layout`."""
 
 TABLE_WIDTH = 170
 """Columns that a table may take."""
@@ -43,6 +46,7 @@ class Job:
     threads: int | None = None
     chunk: int | None = None
     quality: bool = False
+    layout: Layout = "auto"
     alloc: int | None = None
     wanted: dict[str, Any] = field(default_factory=dict)
     prompt: Path | None = None
@@ -128,6 +132,7 @@ def _load(job: Job, file: ModelFile, settings: Settings, progress: Progress) -> 
         threads=job.threads,
         sessions=settings.live_sessions,
         quality=job.quality,
+        expert_layout=job.layout,
     )
     begin = time.perf_counter()
     engine = load(file.path, str(device), config=config, progress=_bar(progress, "loading the model"))
@@ -143,7 +148,8 @@ def _load(job: Job, file: ModelFile, settings: Settings, progress: Progress) -> 
         "identity": file.identity(),
     }
     chosen = asdict(settings) | {"context": engine.context, "prefill_chunk": engine.prefill_chunk}
-    chosen |= {"quality": job.quality, "prompt": str(job.prompt or job.chat or "random tokens")}
+    chosen |= {"quality": job.quality, "expert_layout": engine.expert_layout}
+    chosen |= {"prompt": str(job.prompt or job.chat or "random tokens")}
     bandwidth = meter.copy_bandwidth()
     parts = _traffic(engine, file).parts()
     results = Results(meter.machine(), model, chosen, parts, bandwidth, loaded - begin, warm - loaded, job.note)

@@ -174,7 +174,9 @@ def run_repl(conversation: Conversation, options: Options) -> int:
     """The interactive session on this terminal; 0 when the user leaves."""
     session = _prompt_session(history_path())
     name = options.model or "the small model that comes with ds4"
-    print(f"{name}, context {conversation.engine.context} tokens. /help lists the commands, Ctrl+D leaves.")
+    engine = conversation.engine
+    layout = f", experts in layout {engine.expert_layout.upper()}" if engine.expert_layout else ""
+    print(f"{name}, context {engine.context} tokens{layout}. /help lists the commands, Ctrl+D leaves.")
     Repl(conversation, session.prompt, sys.stdout, options.hide_thinking).run()
     return 0
 

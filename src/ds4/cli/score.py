@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ds4.cli.main import INTERRUPTED, OK, complain, load_engine, run
-from ds4.cli.options import MAX_THREADS, Options, Parser, device_name, file_name, template, whole
+from ds4.cli.options import MAX_THREADS, Options, Parser, device_name, expert_layout, file_name, template, whole
 
 if TYPE_CHECKING:
     from ds4.evals.score import Comparison, Results
@@ -42,6 +42,8 @@ def build_parser() -> Parser:
     parser.add_argument("--prefill-chunk", metavar="N", type=whole(1), help="tokens evaluated in one step")
     parser.add_argument("--device", metavar="NAME", type=device_name, default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--quality", action="store_true", help="compute in float32 on a CUDA device")
+    layout = "of IQ2_XXS experts on a CUDA device: auto, a or b (auto)"
+    parser.add_argument("--expert-layout", metavar="NAME", type=expert_layout, default="auto", help=layout)
     parser.add_argument("--max-cases", metavar="N", type=whole(1), help="score the first N cases only")
     parser.add_argument(
         "--template", type=template, default="official", metavar="NAME", help="official, or ds4 (official)"
@@ -77,6 +79,7 @@ def _score(args: Any) -> Callable[[], int]:
         prefill_chunk=args.prefill_chunk,
         device=args.device,
         quality=args.quality,
+        expert_layout=args.expert_layout,
     )
     engine = load_engine(options, context=CONTEXT, history=False)
     cases = read_cases(args.cases, engine.tokenizer, args.template)[: args.max_cases]

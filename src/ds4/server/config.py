@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ds4.errors import Ds4Error
 
@@ -73,6 +73,7 @@ class ServerConfig:
         prefill_chunk: most prompt tokens evaluated in one step (128 while answers are running); None: the engine's
             default.
         quality: compute in float32 on a CUDA device (see `ds4.engine.EngineConfig`).
+        expert_layout: how a CUDA device holds IQ2_XXS experts: `auto`, `a` or `b` (see there).
         warmup: compile the kernels of a CUDA device before the first request.
         checkpoint_mb: MiB that the ways back into earlier positions may hold.
         template: chat template, `official` or `ds4`.
@@ -119,6 +120,7 @@ class ServerConfig:
     threads: int | None = None
     prefill_chunk: int | None = None
     quality: bool = False
+    expert_layout: Literal["auto", "a", "b"] = "auto"
     warmup: bool = True
     checkpoint_mb: int = 1024
     template: str = "official"
@@ -174,6 +176,8 @@ class ServerConfig:
                 raise Ds4Error(f"{name} is {getattr(self, name)}, but must be a number of seconds, or 0 for no limit")
         if self.threads is not None and self.threads > MAX_THREADS:
             raise Ds4Error(f"threads is {self.threads}, but must be at most {MAX_THREADS}")
+        if self.expert_layout not in ("auto", "a", "b"):
+            raise Ds4Error(f"expert_layout is {self.expert_layout!r}, but must be auto, a or b")
         # An empty address would mean all networks of the machine.
         if not self.host.strip():
             raise Ds4Error("host is empty; give an address, such as 127.0.0.1")
@@ -279,6 +283,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     model.add_argument("--quality", action="store_true", help=quality)
+    layout = "of IQ2_XXS experts on a CUDA device: a (faster), b (smaller), or auto: a if everything fits (auto)"
+    model.add_argument("--expert-layout", choices=("auto", "a", "b"), help=layout)
     cold = "on a CUDA device compile kernels when they are first needed, not at the start"
     model.add_argument("--no-warmup", action="store_true", help=cold)
     model.add_argument("--checkpoint-mb", type=int, metavar="N", help="MiB for ways back into a conversation (1024)")

@@ -139,6 +139,7 @@ def load_backend(config: ServerConfig) -> Backend:
         checkpoint_bytes=config.checkpoint_mb << 20,
         threads=config.threads,
         quality=config.quality,
+        expert_layout=config.expert_layout,
         sessions=config.max_sessions + 1,  # a new conversation is there before the oldest one leaves
     )
     if config.scripted is not None:
@@ -149,6 +150,8 @@ def load_backend(config: ServerConfig) -> Backend:
         raise Ds4Error(f"the model {config.model} has no tokenizer, so text cannot be served; use a complete file")
     if engine.context < config.ctx:
         log.warning("the model's context of %d tokens is smaller than --ctx %d", engine.context, config.ctx)
+    if engine.expert_layout is not None:
+        log.info("experts are in layout %s (--expert-layout %s)", engine.expert_layout.upper(), config.expert_layout)
     if config.warmup:
         warm_up(engine)
     codec = None if config.kv_disk_dir is None else ModelCodec(engine)
