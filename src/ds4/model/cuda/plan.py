@@ -278,7 +278,8 @@ def _weights(shape: Shape, tensors: Mapping[str, TensorInfo], options: Options) 
         family = next(family for part, family in _FAMILIES.items() if part in info.name)
         key = (_VECTORS, GGMLQuantizationType.F32) if _is_vector(info) else (family, info.type)
         sums[key] = sums.get(key, 0) + weight_bytes(info, options.layout)
-        others[key] = others.get(key, 0) + weight_bytes(info, other)
+        if info.type.name == "IQ2_XXS":
+            others[key] = others.get(key, 0) + weight_bytes(info, other)
     order = [*dict.fromkeys(_FAMILIES.values()), _VECTORS]
     items = []
     for (family, kind), nbytes in sorted(sums.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1].name)):
