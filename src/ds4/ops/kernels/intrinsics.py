@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import triton
@@ -23,7 +24,7 @@ def use_asm(tensor: Tensor) -> bool:
     return tensor.is_cuda and not triton.knobs.runtime.interpret
 
 
-_overlapping = False
+_overlapping = ContextVar("overlapping", default=False)
 
 
 @contextlib.contextmanager
@@ -32,17 +33,16 @@ def overlapping(on: bool) -> Iterator[None]:
 
     Only for launches that all come through `overlap`, on one stream: each waits for all before it in `behind`.
     """
-    global _overlapping
-    before, _overlapping = _overlapping, on and not triton.knobs.runtime.interpret
+    token = _overlapping.set(on and not triton.knobs.runtime.interpret)
     try:
         yield
     finally:
-        _overlapping = before
+        _overlapping.reset(token)
 
 
 def overlap(early: bool = False) -> dict[str, Any]:
     """Arguments of a launch. early: so few programs that those of the next kernel find room beside them."""
-    return {"PDL": 2 if early else 1, "launch_pdl": True} if _overlapping else {}
+    return {"PDL": 2 if early else 1, "launch_pdl": True} if _overlapping.get() else {}
 
 
 @triton.jit
