@@ -85,6 +85,7 @@ class DecodeState:
         thinking: the prompt ended in `<think>`.
         tools: the active tools or their names; without any the state is always OUTSIDE.
         profile: the template profile.
+        verbatim: nothing is reasoning (see `StreamParser`).
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class DecodeState:
         tools: Sequence[Any] | Collection[str] | None = None,
         *,
         profile: str = "official",
+        verbatim: bool = False,
     ) -> None:
-        self._scanner = Scanner(thinking, tool_names(tools), decode=profile == "ds4", keep=False)
+        decode = profile == "ds4"
+        self._scanner = Scanner(thinking, tool_names(tools), decode=decode, keep=False, verbatim=verbatim)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, piece: bytes | str) -> State:

@@ -48,6 +48,7 @@ class Scanner:
         keep: collect the message (the decode state needs none).
         hold: wait at a marked block that cannot be read and has no call yet, until `give_up` makes it text.
         forced: a block has to come first: white space that nothing follows is the begin of one.
+        verbatim: the text is no answer of the chat format: nothing is reasoning, not even behind a `<think>`.
 
     Attributes:
         reasoning_closed: the end of the reasoning was seen, or there was none.
@@ -69,6 +70,7 @@ class Scanner:
         keep: bool = True,
         hold: bool = False,
         forced: bool = False,
+        verbatim: bool = False,
     ) -> None:
         self.reasoning_closed = not thinking
         self.saw_start = False
@@ -76,7 +78,7 @@ class Scanner:
         self.dangling_start = False
         self.orphan_closers = 0
         self.failed = False
-        self._phase = Phase.START
+        self._phase = Phase.TEXT if verbatim else Phase.START
         self._tools = frozenset(tools or ())
         self._thinking = thinking
         self._decode = decode

@@ -51,6 +51,7 @@ class StreamParser:
         profile: the template profile, which says whether values are escaped.
         hold: wait at a block of which nothing has left when it shows that it cannot be read (see `malformed`).
         forced: a block of calls has to come: white space alone is the begin of one, and no text.
+        verbatim: all is text, as a raw prompt has no turns that could begin with reasoning.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StreamParser:
         profile: str = "official",
         hold: bool = False,
         forced: bool = False,
+        verbatim: bool = False,
     ) -> None:
         self._scanner = Scanner(
             thinking,
@@ -72,6 +74,7 @@ class StreamParser:
             stops=StopFilter(stops) if any(stops) else None,
             hold=hold,
             forced=forced,
+            verbatim=verbatim,
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._finished = False

@@ -178,7 +178,8 @@ class Generation:
         self._limit = self.completion + limit
         self._profile = profile
         self._recovery = think_recovery and request.tools_active
-        self._thinking = opened == tokenizer.think
+        verbatim = request.text is not None
+        self._thinking = opened == tokenizer.think and not verbatim
         self._constraint = constraint.begin(self._thinking) if constraint else None
         self._tools = request.tools if request.tools_active else None
         self._first = first
@@ -191,8 +192,9 @@ class Generation:
             profile=profile,
             hold=self._may_retry,
             forced=request.forced or (request.content_schema is not None and request.tools_active),
+            verbatim=verbatim,
         )
-        self._state = DecodeState(self._thinking, self._tools, profile=profile)
+        self._state = DecodeState(self._thinking, self._tools, profile=profile, verbatim=verbatim)
         self._masked = 0
         self._never = frozenset([tokenizer.dsml] if request.tools and not request.calls_allowed else [])
         self._rules = TokenRules()

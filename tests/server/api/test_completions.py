@@ -286,6 +286,8 @@ def answers(pieces: list[str], body: dict[str, Any], raw: bool) -> tuple[dict[st
 @example(TEXTS[1], list(range(400)), False, None, None)
 @example(TEXTS[2], list(range(400)), True, ["ook.", "look"], None)
 @example(TEXTS[4], list(range(400)), False, None, None)
+@example("<think>again</think> and on", list(range(400)), True, None, None)
+@example("<think>again", [3, 9], True, ["gain"], None)
 def test_any_split_gives_the_same_text_streamed_and_not(
     text: str, cuts: list[int], raw: bool, stop: list[str] | None, limit: int | None
 ) -> None:
