@@ -192,8 +192,8 @@ class Scanner:
             text = self._start(self._buffer + text)
         if self.in_reasoning:
             text = self._reason(self._buffer + text)
-        if not self.in_reasoning:
-            self._behind_reasoning(text)
+        if not self.in_reasoning and self._phase is not Phase.START:
+            self._scan(text)
 
     def give_up(self) -> list[Event]:
         """Take a block that is held back as text after all, and hold none from now on."""
@@ -288,10 +288,6 @@ class Scanner:
             self._reasoning.append(text)
 
     # ---- text -------------------------------------------------------------------------------------------------------
-
-    def _behind_reasoning(self, text: str) -> None:
-        if self._phase is not Phase.START:
-            self._scan(text)
 
     def _scan(self, text: str) -> None:
         if self.stop_string is not None:
