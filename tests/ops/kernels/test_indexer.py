@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds4 import ops
-from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
+from ds4.ops.kernels.indexer import FEW_BLOCKS, index_queries, index_scores, select_rows, select_scratch
 from ds4.ops.kernels.rows import KeyPlanes
 from tests.ops.kernels.kernel_checks import ON_GPU, error, poison, randn, run_twice
 from tests.ops.kernels.test_rows import YARN, table_of
@@ -119,14 +119,17 @@ def awkward_scores(rows: int, most: int, device: str) -> torch.Tensor:
     return scores.to(device)
 
 
-SELECTIONS = [(30, 32, 64), (1000, 32, 1024), (900, 32, 256), (2100, 100, 512)]
+SELECTIONS = [(30, 32, 64), (1000, 32, 1024), (900, 32, 256), (2100, 100, 512), (1400, 32, 128)]
 if ON_GPU:
     SELECTIONS += [(8192, 512, 8192), (262_144, 512, 8192), (262_144, 1024, 8192), (20_000, 1024, 8192)]
 
 
 @pytest.mark.parametrize(("most", "top", "block"), SELECTIONS)
 def test_selection(most, top, block, device):
-    positions = torch.tensor([4 * most - 1, 4 * most - 1, 4 * most - 2, 4 * top + 4, 4 * top - 1, 17, -1])
+    few = 4 * FEW_BLOCKS * block
+    positions = torch.tensor(
+        [4 * most - 1, 4 * most - 1, 4 * most - 2, few - 1, few + 3, 4 * top + 4, 4 * top - 1, 17, -1]
+    )
     positions = positions.clamp(max=4 * most - 1).to(torch.int32)
     rows = positions.shape[0]
     scores = awkward_scores(rows, most, device)

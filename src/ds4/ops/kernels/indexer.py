@@ -32,6 +32,8 @@ from ds4.ops.kernels.rows import (
 DIM = 128
 SELECT_BLOCK = 8192
 """Keys that one program chooses from; a row with more takes two launches."""
+FEW_BLOCKS = 4
+"""Candidates of up to so many blocks are merged in a smaller tile, where there is room for many more."""
 HEADS_BLOCK = 16
 """Heads whose queries a program rounds."""
 _HALF = DIM // 2
@@ -211,15 +213,20 @@ def _best(key, k):
     There have to be at least k keys above the lowest int32.
     """
     lowest = tl.cast(0, tl.int64)
-    for turn in range(16):
-        step = tl.cast(1, tl.int64) << (30 - 2 * turn)
+    step = tl.cast(1 << 30, tl.int64)
+    exact = tl.cast(0, tl.int32)
+    while step > 0:
         one = (key >= _signed(lowest + step)).to(tl.int64)
         two = (key >= _signed(lowest + 2 * step)).to(tl.int64)
         three = (key >= _signed(lowest + 3 * step)).to(tl.int64)
         counts = tl.sum(one | (two << 20) | (three << 40), 0)
-        up = ((counts & 0xFFFFF) >= k).to(tl.int64) + (((counts >> 20) & 0xFFFFF) >= k).to(tl.int64)
-        lowest += (up + ((counts >> 40) >= k).to(tl.int64)) * step
-    threshold = _signed(lowest)
+        first, second, third = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+        up = (first >= k).to(tl.int64) + (second >= k).to(tl.int64) + (third >= k).to(tl.int64)
+        lowest += up * step
+        # Where just k are left, the further bits of the threshold do not matter.
+        exact = (tl.where(up == 3, third, tl.where(up == 2, second, first)) == k).to(tl.int32)
+        step = tl.where(exact > 0, 0, step >> 2)
+    threshold = _signed(lowest - exact)
     above, tied = key > threshold, key == threshold
     both = (above.to(tl.int64) << 32) | tied.to(tl.int64)
     until = tl.cumsum(both, 0)
@@ -268,9 +275,24 @@ def _select_kernel(
 
 
 @triton.jit
+def _merge_found(
+    row, visible, out, found_key, found_row, blocks, TOP: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr
+):  # fmt: skip
+    """The TOP best of the first FOUND candidates."""
+    c = tl.arange(0, FOUND)
+    block = c // TOP
+    live = (block < blocks) & (c % TOP < tl.minimum(visible - block * BLOCK, TOP))
+    at = row * blocks * TOP + c
+    key = tl.load(found_key + at, mask=live, other=-2147483648)
+    chosen, place = _best(key, TOP)
+    tl.store(out + row * TOP + place, tl.load(found_row + at, mask=chosen, other=0), mask=chosen)
+
+
+@triton.jit
 def _merge_kernel(
     positions, out, found_key, found_row, blocks,
-    RATIO: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr, TOP_BLOCK: tl.constexpr,
+    RATIO: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr, FEW: tl.constexpr,
+    FEW_FOUND: tl.constexpr, TOP_BLOCK: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     """The TOP best of all blocks' candidates."""
@@ -280,14 +302,10 @@ def _merge_kernel(
     if visible <= TOP:
         n = tl.arange(0, TOP_BLOCK)
         tl.store(out + row * TOP + n, tl.where(n < visible, n, -1), mask=n < TOP)
+    elif (FEW > 0) & (visible <= FEW * BLOCK):
+        _merge_found(row, visible, out, found_key, found_row, blocks, TOP, BLOCK, FEW_FOUND)
     else:
-        c = tl.arange(0, FOUND)
-        block = c // TOP
-        live = (block < blocks) & (c % TOP < tl.minimum(visible - block * BLOCK, TOP))
-        at = row * blocks * TOP + c
-        key = tl.load(found_key + at, mask=live, other=-2147483648)
-        chosen, place = _best(key, TOP)
-        tl.store(out + row * TOP + place, tl.load(found_row + at, mask=chosen, other=0), mask=chosen)
+        _merge_found(row, visible, out, found_key, found_row, blocks, TOP, BLOCK, FOUND)
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -414,6 +432,7 @@ def select_rows(
         found = triton.next_power_of_2(blocks * top)
         _merge_kernel[(rows,)](
             positions, out, key, row, blocks,
-            RATIO=ratio, TOP=top, BLOCK=block, FOUND=found, TOP_BLOCK=top_block,
+            RATIO=ratio, TOP=top, BLOCK=block, FOUND=found, FEW=FEW_BLOCKS if blocks > 2 * FEW_BLOCKS else 0,
+            FEW_FOUND=triton.next_power_of_2(FEW_BLOCKS * top), TOP_BLOCK=top_block,
             num_warps=min(32, max(4, found // 256)), **overlap(early=True),
         )  # fmt: skip
