@@ -125,10 +125,12 @@ class Runner(Protocol):
     Attributes:
         shape: the model's.
         sampler: what chooses tokens where the logits are; None: the host does.
+        shared_chunk: most tokens of a prompt to evaluate at once while other sequences wait for their next token.
     """
 
     shape: Shape
     sampler: DeviceSampler | None
+    shared_chunk: int
 
     def new_state(self) -> State:
         """The state of an empty sequence."""
@@ -157,6 +159,7 @@ class ModelRunner:
     """A `Runner` over the V4 graph."""
 
     sampler: DeviceSampler | None = None
+    shared_chunk = 128
 
     def __init__(self, model: DeepseekV4) -> None:
         self.model = model
@@ -255,6 +258,11 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """True if `tokenizer` can be used."""
         return self._tokenizer is not None
+
+    @property
+    def shared_chunk(self) -> int:
+        """Most tokens of a prompt to evaluate in one step while other sessions wait for their next token."""
+        return min(self.prefill_chunk, self.runner.shared_chunk)
 
     @property
     def expert_layout(self) -> Literal["a", "b"] | None:

@@ -70,7 +70,7 @@ class ServerConfig:
         max_tokens: limit of an answer if the request gives none.
         device: where the model runs: `auto`, `cpu`, `cuda` or `cuda:N` (see `ds4.engine.device.choose`).
         threads: CPU threads of the engine; None: PyTorch's choice.
-        prefill_chunk: most prompt tokens evaluated in one step (128 while answers are running); None: the engine's
+        prefill_chunk: most prompt tokens evaluated in one step (fewer while answers are running); None: the engine's
             default.
         quality: compute in float32 on a CUDA device (see `ds4.engine.EngineConfig`).
         expert_layout: how a CUDA device holds IQ2_XXS experts: `auto`, `a` or `b` (see there).

@@ -329,6 +329,7 @@ class ScriptedRunner:
     """
 
     sampler: DeviceSampler | None = None
+    shared_chunk = 128
 
     def __init__(
         self, shape: Shape, tokenizer: ScriptedTokenizer, kv_bytes: int, wait: Callable[[float], bool] | None = None

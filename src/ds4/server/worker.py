@@ -63,9 +63,6 @@ from ds4.server.watch import Clock, StepLostError, StepWatch
 
 log = logging.getLogger("ds4.server")
 
-_SHARED_CHUNK = 128
-"""Most prompt tokens evaluated between two steps while answers are running: they must not starve."""
-
 
 class Worker:
     """Runs jobs. `submit`, `status`, `stop` and `wait_idle` may be called from any thread."""
@@ -387,7 +384,7 @@ class Worker:
             return
         running = self._prefilling[0]
         job, session = running.job, running.slot.session
-        chunk = min(self.engine.prefill_chunk, _SHARED_CHUNK) if self._decoding else self.engine.prefill_chunk
+        chunk = self.engine.shared_chunk if self._decoding else self.engine.prefill_chunk
         try:
             complete = self._watch.step(lambda: running.evaluate(chunk))
         except Exception as error:

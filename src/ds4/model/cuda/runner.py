@@ -68,6 +68,9 @@ class CudaRunner:
         shape: the model's, its context what the device has room for.
     """
 
+    shared_chunk = 2048
+    """Shorter pieces hardly take less time, as all experts are read for a few hundred tokens already."""
+
     def __init__(self, weights: DeviceWeights, config: RunnerConfig | None = None) -> None:
         self.config = config = config or RunnerConfig()
         shape, device = weights.shape, weights.device
