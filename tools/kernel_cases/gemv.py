@@ -10,16 +10,30 @@ from ds4.ops.kernels.gemv import DP4A_ROWS, Tile, gemv, gemv_both, gemv_f16, gem
 from kernel_cases.harness import Bench, Case, error, tiles
 
 FEW = [Tile(warps=w, steps=s) for w, s in ((1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (4, 2), (8, 1))]
-MANY = [
-    Tile(rows=rows, warps=warps, span=span, stages=stages)
-    for rows, warps in ((16, 1), (32, 2), (64, 4))
-    for span in (256, 512)
+MANY = [Tile(dot="flat", rows=rows, warps=warps, span=512) for rows, warps in ((16, 1), (32, 2))]
+MANY += [
+    Tile(dot="batched", rows=rows, warps=warps, span=128 * warps, stages=stages)
+    for rows, warps in ((16, 2), (32, 2), (16, 4), (32, 4), (64, 4), (16, 8), (32, 8))
     for stages in (3, 4)
 ]
+MANY += [Tile(dot="batched", rows=16, warps=4, span=512, stages=6), Tile(dot="batched", rows=32, f16_span=512)]
+
+
+SHARED = 220 << 10
+"""Bytes of shared memory that a program may take."""
+
+
+def _fits(tile: Tile, rows: int) -> bool:
+    """Whether the rounds of a batched tile fit into shared memory."""
+    if tile.dot != "batched":
+        return True
+    span, weight_rows, x_rows = tile.span or 512, tile.rows or 32, max(8, 1 << (rows - 1).bit_length())
+    round_bytes = max(span * (weight_rows + x_rows), (tile.f16_span or span // 2) * (2 * weight_rows + 4 * x_rows))
+    return round_bytes * ((tile.stages or 4) - 1) <= SHARED
 
 
 def _others(rows: int) -> list[Tile]:
-    return FEW if rows <= DP4A_ROWS else MANY
+    return FEW if rows <= DP4A_ROWS else [tile for tile in MANY if _fits(tile, rows)]
 
 
 def _q8(bench: Bench, n: int, k: int, groups: int = 1) -> Iterator[Case]:

@@ -36,7 +36,8 @@ from ds4.ops.kernels.experts_prefill import (
     down_grouped,
     gate_up_grouped,
 )
-from ds4.ops.kernels.gemv import COARSE, FINE, gemv
+from ds4.ops.kernels.gemv import gemv
+from ds4.ops.kernels.gemv_dot import COARSE, FINE
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Update, hc_collapse, hc_post, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch, select_sizes

@@ -2,14 +2,16 @@
 
 One launch takes any number of matrices of the same input: their rows stand one behind the other in the planes. Up to
 `DP4A_ROWS` rows each program reads whole weight rows and multiplies in integers, `dp4a`; more rows go through the
-tensor cores, in integers for Q8_0 and in fp16 with float32 sums for F16, whose activations are split into two fp16
-terms so that nothing that counts is lost: 22 bits of what is above 2^-6, to 2^-28 what is below, up to 1.6e7 in size.
+tensor cores (`gemv_dot`), in integers for Q8_0 and in fp16 with float32 sums for F16, whose activations are split into
+two fp16 terms so that nothing that counts is lost: 22 bits of what is above 2^-6, to 2^-28 what is below, up to 1.6e7
+in size.
 Both ways give the same up to the order of a float32 sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.expert_formats import load_four
+from ds4.ops.kernels.gemv_dot import batched_kernel, flat_kernel
 from ds4.ops.kernels.intrinsics import behind, dp4a, high_half, low_half, overlap, use_asm
 from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
@@ -24,8 +27,8 @@ from ds4.ops.kernels.quantize import Quantised
 DP4A_ROWS = 4
 """Up to so many rows of activations are multiplied one by one."""
 
-COARSE = tl.constexpr(2.0**-8)  # float activations as fp16 are those times this: fp16 alone ends at 65504
-FINE = tl.constexpr(2.0**11)  # what fp16 rounds off, times this, fits fp16 again and stays clear of its smallest values
+DOT = "flat"
+"""How more rows are multiplied where a `Tile` does not say: "flat" or "batched", see `gemv_dot`."""
 
 
 @triton.jit
@@ -158,104 +161,6 @@ def _rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _dot_scales(scale_row, x_scale_row, unit, UNITS: tl.constexpr):
-    """Scales of UNITS units from `unit` on: two words of two fp16 each for the weights, and one of the activations."""
-    scales = ()
-    for i in tl.static_range(UNITS):
-        scales = scales + (
-            tl.load(scale_row + (unit + i) * 2),
-            tl.load(scale_row + (unit + i) * 2 + 1),
-            tl.load(x_scale_row + unit + i),
-        )
-    return scales
-
-
-@triton.jit
-def _q8_dot(
-    codes, scales, x8, xs, out, program, n, out_stride, rows,
-    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    UNITS: tl.constexpr,
-):  # fmt: skip
-    """BN rows of a Q8_0 matrix times up to BB rows of activations: a dot of 32 channels, then their scale."""
-    target = program * BN + tl.arange(0, BN)
-    row = tl.minimum(target, n - 1)
-    group = 0 if GROUPS == 1 else (program * BN) // GROUP_ROWS
-    batch = tl.arange(0, BB)
-    b = tl.minimum(batch, rows - 1) * GROUPS + group
-    i = tl.arange(0, 32)
-    w_at = codes + row.to(tl.int64)[:, None] * K + i[None, :]
-    x_at = x8 + b[None, :] * K + i[:, None]
-    s_at = scales + row.to(tl.int64) * (K // 64)
-    xs_at = xs + b * (K // 128)
-    total = tl.zeros([BN, BB], tl.float32)
-    # The compiler lets only the operands of a dot run ahead, so the scales are fetched one round early by hand.
-    following = _dot_scales(s_at, xs_at, 0, UNITS)
-    for unit in range(0, K // 128, UNITS):
-        current = following
-        following = _dot_scales(s_at, xs_at, tl.minimum(unit + UNITS, K // 128 - UNITS), UNITS)
-        for u in tl.static_range(UNITS):
-            part = tl.zeros([BN, BB], tl.float32)
-            for g in tl.static_range(4):
-                w = tl.load(w_at + ((unit + u) * 128 + g * 32))
-                x = tl.load(x_at + ((unit + u) * 128 + g * 32))
-                pair = current[3 * u + g // 2]
-                s = low_half(pair) if g % 2 == 0 else high_half(pair)
-                part += tl.dot(w, x, out_dtype=tl.int32).to(tl.float32) * s[:, None]
-            total += part * current[3 * u + 2][None, :]
-    at = out + batch[None, :] * out_stride + target[:, None]
-    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
-
-
-@triton.jit
-def _f16_dot(
-    weight, x, out, program, n, x_stride, out_stride, rows,
-    K: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """BN rows of an F16 matrix times up to BB rows of float32, these as the sum of two fp16 each."""
-    target = program * BN + tl.arange(0, BN)
-    row = tl.minimum(target, n - 1)
-    batch = tl.arange(0, BB)
-    i = tl.arange(0, BK)
-    w_at = weight + row.to(tl.int64)[:, None] * K + i[None, :]
-    x_at = x + tl.minimum(batch, rows - 1)[None, :] * x_stride + i[:, None]
-    total = tl.zeros([BN, BB], tl.float32)
-    rest = tl.zeros([BN, BB], tl.float32)
-    for k in range(0, K, BK):
-        w = tl.load(w_at + k)
-        values = tl.load(x_at + k) * COARSE
-        coarse = values.to(tl.float16)
-        fine = ((values - coarse.to(tl.float32)) * FINE).to(tl.float16)
-        total = tl.dot(w, coarse, total)
-        rest = tl.dot(w, fine, rest)
-    total = (total + rest * (1 / FINE)) * (1 / COARSE)
-    at = out + batch[None, :] * out_stride + target[:, None]
-    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
-
-
-@triton.jit
-def _dot_kernel(
-    codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
-    weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
-    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
-    BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, F_BN: tl.constexpr, F_BK: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    program = tl.program_id(0)
-    if Q8 & F16:
-        if program < q8_programs:
-            _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, 1, 1, BN, BB, UNITS)
-        else:
-            _f16_dot(
-                weight, x, f16_out, program - q8_programs, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK
-            )  # fmt: skip
-    elif Q8:
-        _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, GROUPS, GROUP_ROWS, BN, BB, UNITS)
-    else:
-        _f16_dot(weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK)
-
-
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
@@ -266,15 +171,19 @@ class Tile:
     Attributes:
         warps: of a program.
         steps: with up to `DP4A_ROWS` rows, how many times over a program takes the rows that its lanes hold.
+        dot: with more, "flat" or "batched", see `gemv_dot`.
         rows: with more, weight rows of a program.
         span: with more, channels of one round of a program, a power of two from 128 on.
+        f16_span: with more and batched, channels of one round of F16, a power of two.
         stages: with more, how many rounds are on their way or at work.
     """
 
     warps: int | None = None
     steps: int | None = None
+    dot: str | None = None
     rows: int | None = None
     span: int | None = None
+    f16_span: int | None = None
     stages: int | None = None
 
 
@@ -305,13 +214,14 @@ def _launch(
     planes = q8 or f16
     assert planes is not None
     k, q8_n, f16_n = planes.k, q8.n if q8 else 0, f16.n if f16 else 0
-    few = rows <= DP4A_ROWS
+    few, flat = rows <= DP4A_ROWS, (tile.dot or DOT) == "flat"
     if q8:
         assert q is not None
         assert q.words is not None
         codes, scales, words, xs = q8.codes, q8.scales, q.words, q.scales
         if not few:
-            codes, scales, words = codes.view(torch.int8), scales.view(torch.int32), words.view(torch.int8)
+            codes, words = codes.view(torch.int8), words.view(torch.int8)
+            scales = scales.view(torch.int32) if flat else scales
     else:
         codes = scales = words = xs = some
     if f16:
@@ -341,17 +251,46 @@ def _launch(
             ASM=use_asm(some), **shape, num_warps=warps, **overlap(),
         )  # fmt: skip
         return
+    cut = _flat_cut if flat else _batched_cut
+    kernel, q8_programs, f16_programs, constants = cut(k, q8_n, f16_n, groups, rows, tile)
+    kernel[(q8_programs + f16_programs,)](
+        *q8_args, q8_programs, *f16_args, x.stride(0), rows, **shape, **constants, **overlap()
+    )  # fmt: skip
+
+
+_Cut = tuple[Any, int, int, dict[str, int]]
+"""A kernel, its programs for the Q8_0 and for the F16 matrices, and the constants that say how they are cut."""
+
+
+def _flat_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
     bb = max(16, triton.next_power_of_2(rows))
-    bn = tile.rows or (32 if q8_n + f16_n >= 8192 else 16)
+    bn = _fit_group(tile.rows or (32 if q8_n + f16_n >= 8192 else 16), q8_n, groups)
+    span = _power_of_two(k, tile.span or (512 if bb == 16 else 256))
+    warps = tile.warps or bn // 16 * max(1, bb // 32)
+    constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "F_BN": bn, "F_BK": span // 4}
+    constants.update(num_warps=warps, num_stages=tile.stages or 3)
+    return flat_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
+
+
+def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
+    """What decides the order of a sum, span and warps, does not depend on the number of rows."""
+    bb = max(8, triton.next_power_of_2(rows))
+    bn = _fit_group(tile.rows or (32 if q8_n + f16_n >= 4096 else 16), q8_n, groups)
+    span = _power_of_two(k, tile.span or 512)
+    f16_span = _power_of_two(k, max(tile.f16_span or span // 2, 16))
+    warps = tile.warps or span // 128
+    parts = min(warps, f16_span // 16)
+    constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "F_PARTS": parts, "F_BK": f16_span // parts}
+    # Activations of 64 rows take so much shared memory that fewer rounds fit.
+    constants.update(num_warps=warps, STAGES=tile.stages or (4 if bb <= 32 else 3))
+    return batched_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
+
+
+def _fit_group(bn: int, q8_n: int, groups: int) -> int:
+    """Rows of a program, fewer where a group of rows would not be whole programs."""
     while q8_n // groups % bn and groups > 1:
         bn //= 2
-    span = _power_of_two(k, tile.span or (512 if bb == 16 else 256))
-    q8_programs = triton.cdiv(q8_n, bn)
-    _dot_kernel[(q8_programs + triton.cdiv(f16_n, bn),)](
-        *q8_args, q8_programs, *f16_args, x.stride(0), rows,
-        BN=bn, BB=bb, UNITS=span // 128, F_BN=bn, F_BK=span // 4, **shape,
-        num_warps=tile.warps or bn // 16 * max(1, bb // 32), num_stages=tile.stages or 3, **overlap(),
-    )  # fmt: skip
+    return bn
 
 
 def _check_q8(planes: Q8Planes, x: Quantised, out: Tensor, groups: int) -> None:
