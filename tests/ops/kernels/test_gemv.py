@@ -16,7 +16,7 @@ from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, random_raw, ru
 ROWS = [1, 2, 3, 4, 5, 16]
 # The forms of dots are two ways to multiply more rows than dp4a takes.
 WAYS = [(rows, form) for rows in ROWS for form in ("flat", "batched") if rows > DP4A_ROWS or form == "flat"]
-# Rows and columns of matrices, rows of activations, form of dots: a row of one unit, rows that fill no tile, full shapes.
+# Rows and columns of matrices, rows of activations, form: a row of one unit, rows that fill no tile, and full shapes.
 CASES = [(n, k, *way) for n, k in ((24, 128), (21, 768)) for way in WAYS]
 if ON_GPU:
     FULL = [(1536, 4096), (32_768, 1024), (4096, 8192), (4096, 2048), (2048, 7168), (7168, 16_384), (6144, 1536)]
