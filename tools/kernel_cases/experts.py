@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from gguf import GGMLQuantizationType as T
@@ -18,7 +19,14 @@ from kernel_cases.harness import Bench, Case, error, tiles
 CHECKED = 12
 """Pairs that are compared: each takes its expert as float64."""
 
-TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4)]
+TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4, 8)]
+LOOPS = [Tile(steps=s, warps=w, loop=True) for s, w in ((4, 1), (16, 1), (16, 4))]
+SORTED = [Tile(steps=s, warps=w, items="sorted") for s, w in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4))]
+SORTED += [replace(tile, items="sorted") for tile in LOOPS]
+
+
+def _others(grouped: bool) -> list[Tile]:
+    return TILES + SORTED if grouped else TILES + LOOPS
 
 
 def _draws(bench: Bench, rows: int, nbytes: int) -> list[tuple[Tensor, Groups]]:
@@ -69,7 +77,7 @@ def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Cas
 
             for grouped in (False, True) if rows >= 4 else (False,):
                 nbytes = _nbytes(drawn, per_expert, grouped, bench)
-                for label, tile in tiles(bench, Tile(), TILES):
+                for label, tile in tiles(bench, None, _others(grouped)):
                     runs = [
                         lambda c=c, g=g, x=x, out=out, grouped=grouped, tile=tile: gate_up(
                             x, c, gate, up, s.swiglu_clamp, out, g if grouped else None, tile
@@ -111,7 +119,7 @@ def _down(type: T, layout: Iq2Layout = "b", form: str = "partials") -> Callable[
             for grouped in (False, True) if rows >= 4 and form != "sum" else (False,):
                 nbytes = _nbytes(drawn, per_expert, grouped, bench) + (shared.nbytes if shared else 0)
                 both = (shared, shared_x) if shared else None
-                for label, tile in tiles(bench, Tile() if form == "sum" else Tile(steps=2), TILES):
+                for label, tile in tiles(bench, Tile() if form == "sum" else None, _others(grouped)):
                     if form == "sum":
                         runs = [
                             lambda c=c, h=h, weights=weights, out=out, tile=tile: down_sum(

@@ -159,6 +159,40 @@ def test_any_tile_gives_the_same(tile, grouped, device):
     assert error(out, weights.double().unsqueeze(-1) * y) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("grouped", "tile"),
+    [
+        (False, Tile(4, 2, loop=True)),
+        (True, Tile(4, 2)),
+        (True, Tile(4, 2, items="sorted")),
+        (True, Tile(4, 2, loop=True, items="sorted")),
+    ],
+    ids=str,
+)
+def test_forms_of_programs_give_the_same(grouped, tile, device):
+    """Whatever a program is for, every pair gets what it gets without groups; pairs without expert are left out."""
+    n, k, experts, top, rows = (2048, 4096, 8, 6, 16) if ON_GPU else (16, 256, 3, 2, 4)
+    gate, _ = make(T.Q2_K, "b", n, k, experts, 1, device)
+    up, _ = make(T.Q2_K, "b", n, k, experts, 2, device)
+    x, _ = activations(rows, k, 4, device)
+    h, _ = activations(rows * top, k, 5, device)
+    chosen = choices(rows, top, experts, device)
+    weights = torch.rand(rows, top, device=device) + 0.1
+    groups = Groups.allocate(chosen.numel(), experts, device)
+    group(chosen, groups)
+    results = []
+    for some, cut in ((None, Tile(4, 2)), (groups if grouped else None, tile)):
+        hidden, out = torch.zeros(rows * top, n, device=device), torch.zeros(rows, top, n, device=device)
+        gate_up(x, chosen, gate, up, 10.0, hidden, some, cut)
+        down(h, chosen, weights, up, out, some, tile=cut)
+        results.append((hidden.view(rows, top, n), out))
+    for one, other in zip(*results, strict=True):
+        assert not one[-1].any(), "the last row has no expert"
+        assert not other[-1].any()
+        assert one[:-1].abs().amax(-1).min() > 0
+        assert error(other, one.double()) < 1e-6
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8] if ON_GPU else [2, 5])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_shared_expert_in_the_same_launch(grouped, rows, device):

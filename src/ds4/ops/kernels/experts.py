@@ -66,23 +66,36 @@ def _store_swiglu(gate, up, out, clamp, R: tl.constexpr, UB: tl.constexpr):
 
 
 @triton.jit
+def _find_item(chosen, order, owners, offsets, used, item, ITEMS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Expert and pair of a program, whose pairs are all of the expert's with ITEMS "experts".
+
+    An expert outside 0 .. EXPERTS - 1 means that there is nothing to do.
+    """
+    if ITEMS == "experts":
+        # Loaded side by side: each load that waits for another costs every program half a microsecond.
+        pair = item
+        expert = tl.where(item < tl.load(used + EXPERTS), tl.load(used + item), EXPERTS)
+    elif ITEMS == "sorted":
+        pair = tl.load(order + item)
+        expert = tl.where(item < tl.load(offsets + EXPERTS), tl.load(owners + item), EXPERTS)
+    else:
+        pair = item
+        expert = tl.load(chosen + item)
+    return expert, pair
+
+
+@triton.jit
 def _gate_up_kernel(
-    chosen, order, offsets, used, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp,
-    FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    chosen, order, owners, offsets, used, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp, steps,
+    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    item = tl.program_id(1)
-    if GROUPED:
-        if item >= tl.load(used + EXPERTS):
-            return
-        expert = tl.load(used + item)
-    else:
-        expert = tl.load(chosen + item)
-        if (expert < 0) | (expert >= EXPERTS):
-            return
+    expert, pair = _find_item(chosen, order, owners, offsets, used, tl.program_id(1), ITEMS, EXPERTS)
+    if (expert < 0) | (expert >= EXPERTS):
+        return
     row0 = tl.program_id(0) * (R * STEPS)
     base = expert.to(tl.int64) * F + row0
     ga, gb, gc, gd = advance(FORMAT, g0, g1, g2, g3, base, U)
@@ -91,7 +104,7 @@ def _gate_up_kernel(
     u = tl.minimum(lane % UB, U - 1)
     live = lane % UB < U
     lut = load_table(FORMAT, table)
-    if GROUPED:
+    if ITEMS == "experts":
         first = tl.load(offsets + expert)
         end = tl.load(offsets + expert + 1)
         for step in tl.static_range(STEPS):
@@ -106,22 +119,35 @@ def _gate_up_kernel(
                 g = dot_unit(FORMAT, gate, gate_words, a, ASM)
                 v = dot_unit(FORMAT, up, up_words, a, ASM)
                 _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
+    elif LOOP:
+        next_gate = load_unit(FORMAT, ga, gb, gc, gd, lane // UB, u, U)
+        next_up = load_unit(FORMAT, ua, ub, uc, ud, lane // UB, u, U)
+        a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
+        for step in range(steps):
+            gate, up = next_gate, next_up
+            # The rows of the next turn are on their way while these are at work; the last turn loads its own again.
+            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
+            next_gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
+            next_up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
+            g = dot_unit(FORMAT, gate, decode_unit(FORMAT, gate, table, lut, ASM), a, ASM)
+            v = dot_unit(FORMAT, up, decode_unit(FORMAT, up, table, lut, ASM), a, ASM)
+            _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
     else:
-        a = _activations(x, sums, scales, item // TOP, u, live, U, SUMS)
+        a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
         for step in tl.static_range(STEPS):
             row = lane // UB + step * R
             gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
             up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
             g = dot_unit(FORMAT, gate, decode_unit(FORMAT, gate, table, lut, ASM), a, ASM)
             v = dot_unit(FORMAT, up, decode_unit(FORMAT, up, table, lut, ASM), a, ASM)
-            _store_swiglu(g, v, out + (item * F + row0 + step * R), clamp, R, UB)
+            _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
 
 
 @triton.jit
 def _down_kernel(
-    chosen, order, offsets, used, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride, place_stride,
-    items, shared_codes, shared_scales, shared_words, shared_xs,
-    FORMAT: tl.constexpr, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    chosen, order, owners, offsets, used, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
+    place_stride, steps, items, shared_codes, shared_scales, shared_words, shared_xs,
+    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     SHARED: tl.constexpr, S_K: tl.constexpr, S_R: tl.constexpr, S_CB: tl.constexpr, S_STEPS: tl.constexpr,
     PDL: tl.constexpr = 0,
@@ -137,21 +163,16 @@ def _down_kernel(
                 SHARED, S_K, 1, N, S_R, S_CB, S_STEPS, ASM,
             )  # fmt: skip
             return
-    if GROUPED:
-        if item >= tl.load(used + EXPERTS):
-            return
-        expert = tl.load(used + item)
-    else:
-        expert = tl.load(chosen + item)
-        if (expert < 0) | (expert >= EXPERTS):
-            return
+    expert, pair = _find_item(chosen, order, owners, offsets, used, item, ITEMS, EXPERTS)
+    if (expert < 0) | (expert >= EXPERTS):
+        return
     row0 = tl.program_id(0) * (R * STEPS)
     pa, pb, pc, pd = advance(FORMAT, p0, p1, p2, p3, expert.to(tl.int64) * N + row0, U)
     lane = tl.arange(0, R * UB)
     u = tl.minimum(lane % UB, U - 1)
     live = lane % UB < U
     lut = load_table(FORMAT, table)
-    if GROUPED:
+    if ITEMS == "experts":
         first = tl.load(offsets + expert)
         end = tl.load(offsets + expert + 1)
         for step in tl.static_range(STEPS):
@@ -163,10 +184,22 @@ def _down_kernel(
                 y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * tl.load(weights + pair)
                 target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0 + step * R
                 tl.store(target + tl.arange(0, R), y)
+    elif LOOP:
+        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0
+        next_unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
+        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+        weight = tl.load(weights + pair)
+        for step in range(steps):
+            unit = next_unit
+            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
+            next_unit = load_unit(FORMAT, pa, pb, pc, pd, row, u, U)  # see `_gate_up_kernel`
+            words = decode_unit(FORMAT, unit, table, lut, ASM)
+            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
+            tl.store(target + step * R + tl.arange(0, R), y)
     else:
-        a = _activations(x, sums, scales, item, u, live, U, SUMS)
-        weight = tl.load(weights + item)
-        target = out + (item // TOP) * row_stride + (item % TOP) * place_stride + row0
+        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+        weight = tl.load(weights + pair)
+        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0
         for step in tl.static_range(STEPS):
             unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
             words = decode_unit(FORMAT, unit, table, lut, ASM)
@@ -207,13 +240,33 @@ def _down_sum_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program is cut: `steps` times the rows that its lanes hold side by side, by `warps` warps.
+    """How the work is cut into programs.
 
     A row takes as many lanes as it has units (rounded up to a power of two), so short rows stand side by side.
+
+    Attributes:
+        steps: a program takes so many times the rows that its lanes hold side by side.
+        warps: of a program.
+        loop: the steps are turns of a loop that loads the rows of the next turn ahead, not unrolled.
+        items: with groups, whether a program is for an expert and all its pairs ("experts", never a loop), or for a
+            single pair as without groups, but in the order of the experts ("sorted"): what a pair reads, the next one
+            of the same expert finds in the L2.
     """
 
     steps: int = 1
     warps: int = 1
+    loop: bool = False
+    items: str = "experts"
+
+
+GATE_UP = Tile()
+"""`gate_up` without groups."""
+GATE_UP_GROUPED = Tile()
+"""`gate_up` with groups."""
+DOWN = Tile(steps=2)
+"""`down` without groups."""
+DOWN_GROUPED = Tile(steps=2)
+"""`down` with groups."""
 
 
 def _cut(rows: int, units: int, tile: Tile) -> tuple[dict[str, int], int]:
@@ -249,8 +302,17 @@ def _activation_args(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
     return x.lanes, x.lanes if x.sums is None else x.sums, x.scales
 
 
-def _group_args(chosen: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-    return (chosen, chosen, chosen) if groups is None else (groups.order, groups.offsets, groups.used)
+def _group_args(chosen: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (chosen,) * 4 if groups is None else (groups.order, groups.owners, groups.offsets, groups.used)
+
+
+def _item_constants(groups: Groups | None, tile: Tile) -> dict[str, str | bool]:
+    items = "pairs" if groups is None else tile.items
+    return {"ITEMS": items, "LOOP": tile.loop and items != "experts"}
+
+
+def _item_count(pairs: int, groups: Groups | None, tile: Tile) -> int:
+    return pairs if groups is None or tile.items == "sorted" else min(pairs, groups.experts)
 
 
 def gate_up(
@@ -261,7 +323,7 @@ def gate_up(
     clamp: float,
     out: Tensor,
     groups: Groups | None = None,
-    tile: Tile = Tile(),
+    tile: Tile | None = None,
 ) -> None:
     """swiglu of the gate and up projections of every pair: what `ops.routed_experts` computes before `down`.
 
@@ -271,14 +333,16 @@ def gate_up(
         gate, up: planes of one format with experts, [expert_hidden, hidden] each.
         out: float32 [rows * top, expert_hidden], contiguous.
         groups: of `chosen`, to read an expert once for all pairs; without, each pair reads its own.
+        tile: `GATE_UP` or `GATE_UP_GROUPED` if it is None.
     """
+    tile = tile or (GATE_UP if groups is None else GATE_UP_GROUPED)
     experts, pairs = _check_experts(gate, x), chosen.numel()
     if up.FORMAT != gate.FORMAT or (up.n, up.k, up.experts) != (gate.n, gate.k, gate.experts):
         raise ValueError(f"gate is {gate.FORMAT} {gate.n} x {gate.k}, up is {up.FORMAT} {up.n} x {up.k}")
     constants, programs = _cut(gate.n, gate.units, tile)
     *gate_pointers, table = pointers(gate)
     *up_pointers, _ = pointers(up)
-    _gate_up_kernel[(programs, pairs if groups is None else min(pairs, experts))](
+    _gate_up_kernel[(programs, _item_count(pairs, groups, tile))](
         chosen,
         *_group_args(chosen, groups),
         *_activation_args(x),
@@ -287,8 +351,9 @@ def gate_up(
         table,
         out,
         clamp,
+        constants["STEPS"],
         FORMAT=gate.FORMAT,
-        GROUPED=groups is not None,
+        **_item_constants(groups, tile),
         EXPERTS=experts,
         TOP=chosen.shape[1],
         F=gate.n,
@@ -306,7 +371,7 @@ def down(
     out: Tensor,
     groups: Groups | None = None,
     shared: tuple[Q8Planes, Quantised] | None = None,
-    tile: Tile = Tile(steps=2),
+    tile: Tile | None = None,
 ) -> None:
     """weight * down projection of every pair; the sum over a row's pairs is what `ops.routed_experts` returns.
 
@@ -319,13 +384,15 @@ def down(
             With `shared` [rows, top + 1, hidden].
         shared: down projection of the shared expert and its activations with words: goes into the last place of a row,
             up to `DP4A_ROWS` rows in the same launch.
+        tile: `DOWN` or `DOWN_GROUPED` if it is None.
     """
+    tile = tile or (DOWN if groups is None else DOWN_GROUPED)
     experts, pairs, rows = _check_experts(planes, h), chosen.numel(), chosen.shape[0]
     places = chosen.shape[1] + (shared is not None)
     if out.shape != (rows, places, planes.n) or out.stride(2) != 1 or h.rows != pairs:
         raise ValueError(f"{h.rows} pairs into {list(out.shape)}, expected {pairs} and {[rows, places, planes.n]}")
     constants, programs = _cut(planes.n, planes.units, tile)
-    items = pairs if groups is None else min(pairs, experts)
+    items = _item_count(pairs, groups, tile)
     extra, s_args, s_shape = 0, (out, out, out, out), {"SHARED": 0, "S_K": 0, "S_R": 0, "S_CB": 0, "S_STEPS": 0}
     if shared is not None and rows > DP4A_ROWS:
         gemv(*shared, out[:, places - 1])
@@ -350,10 +417,11 @@ def down(
         out,
         out.stride(0),
         out.stride(1),
+        constants["STEPS"],
         items,
         *s_args,
         FORMAT=planes.FORMAT,
-        GROUPED=groups is not None,
+        **_item_constants(groups, tile),
         EXPERTS=experts,
         TOP=chosen.shape[1],
         N=planes.n,

@@ -31,6 +31,7 @@ class Groups:
 
     Attributes:
         order: [pairs], the pairs sorted by expert; what stands behind the last expert's pairs means nothing.
+        owners: [pairs], the expert of each place of `order`.
         offsets: [experts + 1], where each expert's pairs begin in `order`.
         used: [experts + 1], the experts that have pairs, in ascending order; their number is the last entry.
         tiles: [experts + 1], how many tiles of `tile_rows` pairs all experts before one have.
@@ -39,6 +40,7 @@ class Groups:
     """
 
     order: Tensor
+    owners: Tensor
     offsets: Tensor
     used: Tensor
     tiles: Tensor
@@ -55,6 +57,7 @@ class Groups:
         blocks = triton.cdiv(pairs, _BLOCK) if pairs > _SMALL else 1
         return cls(
             order=take(pairs),
+            owners=take(pairs),
             offsets=take(experts + 1),
             used=take(experts + 1),
             tiles=take(experts + 1),
@@ -90,7 +93,7 @@ def _store_tables(counts, offsets, used, tiles, E: tl.constexpr, EP: tl.constexp
 
 @triton.jit(do_not_specialize=["P"])
 def _small_kernel(
-    chosen, order, offsets, used, tiles, P,
+    chosen, order, owners, offsets, used, tiles, P,
     PP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
@@ -103,9 +106,12 @@ def _small_kernel(
         _store_tables(counts, offsets, used, tiles, E, EP, TILE)
     else:
         mine = (tl.program_id(0) - 1) * RANKS + tl.arange(0, RANKS)
-        key = _keys(chosen, mine, P, E)[:, None]
-        before = (keys[None, :] < key) | ((keys[None, :] == key) & (q[None, :] < mine[:, None]))
-        tl.store(order + tl.sum((before & (q[None, :] < P)).to(tl.int32), 1), mine, mask=mine < P)
+        key = _keys(chosen, mine, P, E)
+        before = keys[None, :] < key[:, None]
+        before = before | ((keys[None, :] == key[:, None]) & (q[None, :] < mine[:, None]))
+        place = tl.sum((before & (q[None, :] < P)).to(tl.int32), 1)
+        tl.store(order + place, mine, mask=mine < P)
+        tl.store(owners + place, key, mask=mine < P)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -135,7 +141,9 @@ def _offset_kernel(
 
 
 @triton.jit(do_not_specialize=["P"])
-def _scatter_kernel(chosen, scratch, offsets, order, P, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, E: tl.constexpr):
+def _scatter_kernel(
+    chosen, scratch, offsets, order, owners, P, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
     first = tl.program_id(0) * BLOCK
     i = tl.arange(0, BLOCK)
     key = _keys(chosen, first + i, P, E)
@@ -148,6 +156,7 @@ def _scatter_kernel(chosen, scratch, offsets, order, P, BLOCK: tl.constexpr, AT_
     before = tl.load(scratch + tl.program_id(0) * E + key, mask=real, other=0)
     place = tl.load(offsets + key, mask=real, other=0) + before + rank
     tl.store(order + place, first + i, mask=real)
+    tl.store(owners + place, key, mask=real)
 
 
 def group(chosen: Tensor, groups: Groups) -> None:
@@ -163,7 +172,7 @@ def group(chosen: Tensor, groups: Groups) -> None:
     padded = triton.next_power_of_2(experts + 1)
     if pairs <= _SMALL:
         _small_kernel[(1 + triton.cdiv(pairs, _RANKS),)](
-            chosen, groups.order, groups.offsets, groups.used, groups.tiles, pairs,
+            chosen, groups.order, groups.owners, groups.offsets, groups.used, groups.tiles, pairs,
             PP=triton.next_power_of_2(pairs), E=experts, EP=padded, RANKS=_RANKS, TILE=groups.tile_rows, num_warps=4,
             **overlap(early=True),
         )  # fmt: skip
@@ -175,5 +184,6 @@ def group(chosen: Tensor, groups: Groups) -> None:
         E=experts, EP=padded, TILE=groups.tile_rows, AT_ONCE=16, num_warps=8,
     )  # fmt: skip
     _scatter_kernel[(blocks,)](
-        chosen, groups.scratch, groups.offsets, groups.order, pairs, BLOCK=_BLOCK, AT_ONCE=32, E=experts, num_warps=4
-    )
+        chosen, groups.scratch, groups.offsets, groups.order, groups.owners, pairs,
+        BLOCK=_BLOCK, AT_ONCE=32, E=experts, num_warps=4,
+    )  # fmt: skip
