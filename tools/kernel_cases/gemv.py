@@ -16,8 +16,8 @@ MANY += [
     for rows, warps in ((16, 2), (32, 2), (16, 4), (32, 4), (64, 4), (16, 8), (32, 8))
     for stages in (3, 4)
 ]
-MANY += [Tile(dot="batched", rows=16, warps=4, span=512, stages=6), Tile(dot="batched", rows=32, f16_span=512)]
-
+MANY += [Tile(dot="batched"), Tile(dot="batched", rows=16, stages=6), Tile(dot="batched", rows=32, stages=6)]
+MANY_F16 = [Tile(dot="batched", f16_rows=rows, f16_span=span) for rows in (16, 32, 64) for span in (128, 256)]
 
 SHARED = 220 << 10
 """Bytes of shared memory that a program may take."""
@@ -25,15 +25,15 @@ SHARED = 220 << 10
 
 def _fits(tile: Tile, rows: int) -> bool:
     """Whether the rounds of a batched tile fit into shared memory."""
-    if tile.dot != "batched":
+    if tile.dot != "batched" or tile.stages is None:
         return True
     span, weight_rows, x_rows = tile.span or 512, tile.rows or 32, max(8, 1 << (rows - 1).bit_length())
     round_bytes = max(span * (weight_rows + x_rows), (tile.f16_span or span // 2) * (2 * weight_rows + 4 * x_rows))
-    return round_bytes * ((tile.stages or 4) - 1) <= SHARED
+    return round_bytes * (tile.stages - 1) <= SHARED
 
 
-def _others(rows: int) -> list[Tile]:
-    return FEW if rows <= DP4A_ROWS else [tile for tile in MANY if _fits(tile, rows)]
+def _others(rows: int, f16: bool = False) -> list[Tile]:
+    return FEW if rows <= DP4A_ROWS else [tile for tile in MANY + f16 * MANY_F16 if _fits(tile, rows)]
 
 
 def _q8(bench: Bench, n: int, k: int, groups: int = 1) -> Iterator[Case]:
@@ -67,7 +67,7 @@ def _f16(bench: Bench, n: int, k: int) -> Iterator[Case]:
         def check(x=x, out=out) -> float:
             return error(out, x.double() @ bench.weight(weights[0]).t())
 
-        for label, tile in tiles(bench, Tile(), _others(rows)):
+        for label, tile in tiles(bench, Tile(), _others(rows, f16=True)):
             runs = [lambda w=w, x=x, out=out, tile=tile: gemv_f16(w, x, out, tile) for w in weights]
             yield Case(f"{n}x{k} rows {rows} {label}", runs, size + 4 * rows * (n + k), check, 2e-5, [out])
 
@@ -83,7 +83,7 @@ def _both(bench: Bench, n: int, m: int, k: int) -> Iterator[Case]:
             a, b = (bench.weight(w) for w in weights[0])
             return max(error(out, q.dequantise().double() @ a.t()), error(f16_out, x.double() @ b.t()))
 
-        for label, tile in tiles(bench, Tile(), _others(rows)):
+        for label, tile in tiles(bench, Tile(), _others(rows, f16=True)):
             runs = [
                 lambda a=a, b=b, q=q, x=x, out=out, f16_out=f16_out, tile=tile: gemv_both(
                     a, q, out, b, x, f16_out, tile

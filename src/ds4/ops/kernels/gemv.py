@@ -174,6 +174,7 @@ class Tile:
         dot: with more, "flat" or "batched", see `gemv_dot`.
         rows: with more, weight rows of a program.
         span: with more, channels of one round of a program, a power of two from 128 on.
+        f16_rows: with more and batched, F16 weight rows of a program.
         f16_span: with more and batched, channels of one round of F16, a power of two.
         stages: with more, how many rounds are on their way or at work.
     """
@@ -183,6 +184,7 @@ class Tile:
     dot: str | None = None
     rows: int | None = None
     span: int | None = None
+    f16_rows: int | None = None
     f16_span: int | None = None
     stages: int | None = None
 
@@ -273,17 +275,28 @@ def _flat_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile)
 
 
 def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
-    """What decides the order of a sum, span and warps, does not depend on the number of rows."""
+    """What decides the order of a sum, spans and warps, does not depend on the number of rows."""
     bb = max(8, triton.next_power_of_2(rows))
     bn = _fit_group(tile.rows or (32 if q8_n + f16_n >= 4096 else 16), q8_n, groups)
+    # Few rows of F16 are few programs, each of which reads long: they are made small.
+    f16_bn = tile.f16_rows or tile.rows or (32 if f16_n >= 2048 else 16)
     span = _power_of_two(k, tile.span or 512)
     f16_span = _power_of_two(k, max(tile.f16_span or span // 2, 16))
     warps = tile.warps or span // 128
     parts = min(warps, f16_span // 16)
-    constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "F_PARTS": parts, "F_BK": f16_span // parts}
-    # Activations of 64 rows take so much shared memory that fewer rounds fit.
-    constants.update(num_warps=warps, STAGES=tile.stages or (4 if bb <= 32 else 3))
-    return batched_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
+    stages = tile.stages or _stages(span * (bn + bb), k // span)
+    f16_stages = tile.stages or _stages(f16_span * (2 * f16_bn + 4 * bb), k // f16_span)
+    constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "STAGES": stages}
+    constants.update(F_BN=f16_bn, F_PARTS=parts, F_BK=f16_span // parts, F_STAGES=f16_stages, num_warps=warps)
+    return batched_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, f16_bn), constants
+
+
+def _stages(round_bytes: int, rounds: int) -> int:
+    """So many that two programs find room in the shared memory of a multiprocessor, or one where rounds are large.
+
+    Rounds on their way are one less than stages.
+    """
+    return max(2, min(max(3, 1 + (110 << 10) // round_bytes), 6, rounds + 1))
 
 
 def _fit_group(bn: int, q8_n: int, groups: int) -> int:

@@ -189,8 +189,8 @@ def batched_kernel(
     codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
-    BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, F_PARTS: tl.constexpr, F_BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr = 0,
+    BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    F_BN: tl.constexpr, F_PARTS: tl.constexpr, F_BK: tl.constexpr, F_STAGES: tl.constexpr, PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
     program = tl.program_id(0)
@@ -199,7 +199,7 @@ def batched_kernel(
         f16_programs = tl.num_programs(0) - q8_programs
         if program < f16_programs:
             _f16_batched(
-                weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, BN, BB, F_PARTS, F_BK, STAGES
+                weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_PARTS, F_BK, F_STAGES
             )  # fmt: skip
         else:
             _q8_batched(
@@ -213,5 +213,5 @@ def batched_kernel(
         )  # fmt: skip
     else:
         _f16_batched(
-            weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, BN, BB, F_PARTS, F_BK, STAGES
+            weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_PARTS, F_BK, F_STAGES
         )  # fmt: skip
