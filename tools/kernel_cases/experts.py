@@ -21,12 +21,15 @@ CHECKED = 12
 
 TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4, 8)]
 LOOPS = [Tile(steps=s, warps=w, loop=True) for s, w in ((4, 1), (16, 1), (16, 4))]
-SORTED = [Tile(steps=s, warps=w, items="sorted") for s, w in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4))]
-SORTED += [replace(tile, items="sorted") for tile in LOOPS]
+FORMS = [
+    replace(tile, items=items)
+    for items in ("sorted", "again")
+    for tile in [*(Tile(steps=s, warps=w) for s, w in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4))), *LOOPS]
+]
 
 
 def _others(grouped: bool) -> list[Tile]:
-    return TILES + SORTED if grouped else TILES + LOOPS
+    return TILES + FORMS if grouped else TILES + LOOPS
 
 
 def _draws(bench: Bench, rows: int, nbytes: int) -> list[tuple[Tensor, Groups]]:

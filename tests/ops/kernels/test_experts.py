@@ -166,6 +166,8 @@ def test_any_tile_gives_the_same(tile, grouped, device):
         (True, Tile(4, 2)),
         (True, Tile(4, 2, items="sorted")),
         (True, Tile(4, 2, loop=True, items="sorted")),
+        (True, Tile(4, 2, items="again")),
+        (True, Tile(4, 2, loop=True, items="again")),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ def expected(chosen: torch.Tensor, experts: int, tile_rows: int) -> dict[str, to
         "owners": flat[order],
         "offsets": torch.cat((zero, counts.cumsum(0))),
         "used": counts.nonzero().flatten(),
+        "starts": torch.cat((zero, counts[counts > 0].cumsum(0))),
         "tiles": torch.cat((zero, ((counts + tile_rows - 1) // tile_rows).cumsum(0))),
     }
 
@@ -38,7 +39,15 @@ def test_group(tokens, top, experts, padding, device):
         chosen[-1, 0] = experts
     chosen = chosen.to(device)
     groups = Groups.allocate(tokens * top, experts, device, tile_rows=16)
-    run_twice(lambda: group(chosen, groups), groups.order, groups.owners, groups.offsets, groups.used, groups.tiles)
+    run_twice(
+        lambda: group(chosen, groups),
+        groups.order,
+        groups.owners,
+        groups.offsets,
+        groups.used,
+        groups.starts,
+        groups.tiles,
+    )
     want = expected(chosen, experts, 16)
     assert torch.equal(groups.offsets.cpu().long(), want["offsets"])
     assert torch.equal(groups.tiles.cpu().long(), want["tiles"])
@@ -46,6 +55,8 @@ def test_group(tokens, top, experts, padding, device):
     assert torch.equal(groups.owners.cpu().long()[: len(want["order"])], want["owners"])
     assert int(groups.used[experts]) == len(want["used"])
     assert torch.equal(groups.used.cpu().long()[: len(want["used"])], want["used"])
+    assert torch.equal(groups.starts.cpu().long()[: len(want["starts"])], want["starts"])
+    assert int(groups.starts[experts]) == len(want["order"])
 
 
 def test_no_expert_at_all(device):

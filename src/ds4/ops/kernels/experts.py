@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.expert_formats import decode_unit, dot_unit, load_activations, load_table, load_unit
-from ds4.ops.kernels.gemv import DP4A_ROWS, gemv, lanes_of, q8_rows
+from ds4.ops.kernels.expert_programs import down_kernel, down_sum_kernel, gate_up_kernel
+from ds4.ops.kernels.gemv import DP4A_ROWS, gemv, lanes_of
 from ds4.ops.kernels.grouping import Groups
-from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
+from ds4.ops.kernels.intrinsics import overlap, use_asm
 from ds4.ops.kernels.planes import Iq2aPlanes, Iq2bPlanes, Mxfp4Planes, Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
 
@@ -31,213 +30,6 @@ def pointers(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return p0, p1, p2, p3, table
 
 
-@triton.jit
-def advance(FORMAT: tl.constexpr, p0, p1, p2, p3, row, U: tl.constexpr):
-    """The four pointers at a row (int64) of the whole tensor."""
-    if FORMAT == "iq2_xxs_b":
-        return (p0 + row * (4 * U), p1 + row * (4 * U), p2 + row * (U // 2), p3 + row * (U // 2))
-    elif FORMAT == "iq2_xxs_a":
-        return (p0 + row * (8 * U), p1 + row * (4 * U), p2 + row * (U // 2), p3 + row * (U // 2))
-    elif FORMAT == "q2_k":
-        return (p0 + row * (8 * U), p1 + row * (2 * U), p2 + row * (U // 2), p3)
-    elif FORMAT == "q4_k":
-        return (p0 + row * (16 * U), p1 + row * U, p2 + row * (U // 2), p3 + row * (U // 2))
-    else:
-        return (p0 + row * (16 * U), p1 + row * U, p2, p3)
-
-
-@triton.jit
-def _sum_rows(values, R: tl.constexpr, UB: tl.constexpr):
-    """[R * UB] -> sums of UB neighbours [R]."""
-    return tl.sum(tl.reshape(values, [R, UB]), axis=1)
-
-
-@triton.jit
-def _activations(x, sums, scales, row, u, live, U: tl.constexpr, SUMS: tl.constexpr):
-    """`load_activations` of one row."""
-    return load_activations(x + row * (32 * U), sums + row * (4 * U), scales + row * U, u, live, U, SUMS)
-
-
-@triton.jit
-def _store_swiglu(gate, up, out, clamp, R: tl.constexpr, UB: tl.constexpr):
-    g = tl.minimum(_sum_rows(gate, R, UB), clamp)
-    v = tl.minimum(tl.maximum(_sum_rows(up, R, UB), -clamp), clamp)
-    tl.store(out + tl.arange(0, R), g / (1.0 + tl.exp(-g)) * v)
-
-
-@triton.jit
-def _find_item(chosen, order, owners, offsets, used, item, ITEMS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Expert and pair of a program, whose pairs are all of the expert's with ITEMS "experts".
-
-    An expert outside 0 .. EXPERTS - 1 means that there is nothing to do.
-    """
-    if ITEMS == "experts":
-        # Loaded side by side: each load that waits for another costs every program half a microsecond.
-        pair = item
-        expert = tl.where(item < tl.load(used + EXPERTS), tl.load(used + item), EXPERTS)
-    elif ITEMS == "sorted":
-        pair = tl.load(order + item)
-        expert = tl.where(item < tl.load(offsets + EXPERTS), tl.load(owners + item), EXPERTS)
-    else:
-        pair = item
-        expert = tl.load(chosen + item)
-    return expert, pair
-
-
-@triton.jit
-def _gate_up_kernel(
-    chosen, order, owners, offsets, used, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp, steps,
-    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
-    F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    expert, pair = _find_item(chosen, order, owners, offsets, used, tl.program_id(1), ITEMS, EXPERTS)
-    if (expert < 0) | (expert >= EXPERTS):
-        return
-    row0 = tl.program_id(0) * (R * STEPS)
-    base = expert.to(tl.int64) * F + row0
-    ga, gb, gc, gd = advance(FORMAT, g0, g1, g2, g3, base, U)
-    ua, ub, uc, ud = advance(FORMAT, u0, u1, u2, u3, base, U)
-    lane = tl.arange(0, R * UB)
-    u = tl.minimum(lane % UB, U - 1)
-    live = lane % UB < U
-    lut = load_table(FORMAT, table)
-    if ITEMS == "experts":
-        first = tl.load(offsets + expert)
-        end = tl.load(offsets + expert + 1)
-        for step in tl.static_range(STEPS):
-            row = lane // UB + step * R
-            gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
-            up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
-            gate_words = decode_unit(FORMAT, gate, table, lut, ASM)
-            up_words = decode_unit(FORMAT, up, table, lut, ASM)
-            for place in range(first, end):
-                pair = tl.load(order + place)
-                a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
-                g = dot_unit(FORMAT, gate, gate_words, a, ASM)
-                v = dot_unit(FORMAT, up, up_words, a, ASM)
-                _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
-    elif LOOP:
-        next_gate = load_unit(FORMAT, ga, gb, gc, gd, lane // UB, u, U)
-        next_up = load_unit(FORMAT, ua, ub, uc, ud, lane // UB, u, U)
-        a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
-        for step in range(steps):
-            gate, up = next_gate, next_up
-            # The rows of the next turn are on their way while these are at work; the last turn loads its own again.
-            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
-            next_gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
-            next_up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
-            g = dot_unit(FORMAT, gate, decode_unit(FORMAT, gate, table, lut, ASM), a, ASM)
-            v = dot_unit(FORMAT, up, decode_unit(FORMAT, up, table, lut, ASM), a, ASM)
-            _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
-    else:
-        a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
-        for step in tl.static_range(STEPS):
-            row = lane // UB + step * R
-            gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
-            up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
-            g = dot_unit(FORMAT, gate, decode_unit(FORMAT, gate, table, lut, ASM), a, ASM)
-            v = dot_unit(FORMAT, up, decode_unit(FORMAT, up, table, lut, ASM), a, ASM)
-            _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
-
-
-@triton.jit
-def _down_kernel(
-    chosen, order, owners, offsets, used, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
-    place_stride, steps, items, shared_codes, shared_scales, shared_words, shared_xs,
-    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
-    N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
-    SHARED: tl.constexpr, S_K: tl.constexpr, S_R: tl.constexpr, S_CB: tl.constexpr, S_STEPS: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    item = tl.program_id(1)
-    if SHARED > 0:
-        if item >= items:
-            q8_rows(
-                shared_codes, shared_scales, shared_words, shared_xs, out + TOP * place_stride,
-                (item - items) * tl.num_programs(0) + tl.program_id(0), N, row_stride,
-                SHARED, S_K, 1, N, S_R, S_CB, S_STEPS, ASM,
-            )  # fmt: skip
-            return
-    expert, pair = _find_item(chosen, order, owners, offsets, used, item, ITEMS, EXPERTS)
-    if (expert < 0) | (expert >= EXPERTS):
-        return
-    row0 = tl.program_id(0) * (R * STEPS)
-    pa, pb, pc, pd = advance(FORMAT, p0, p1, p2, p3, expert.to(tl.int64) * N + row0, U)
-    lane = tl.arange(0, R * UB)
-    u = tl.minimum(lane % UB, U - 1)
-    live = lane % UB < U
-    lut = load_table(FORMAT, table)
-    if ITEMS == "experts":
-        first = tl.load(offsets + expert)
-        end = tl.load(offsets + expert + 1)
-        for step in tl.static_range(STEPS):
-            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
-            words = decode_unit(FORMAT, unit, table, lut, ASM)
-            for place in range(first, end):
-                pair = tl.load(order + place)
-                a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-                y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * tl.load(weights + pair)
-                target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0 + step * R
-                tl.store(target + tl.arange(0, R), y)
-    elif LOOP:
-        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0
-        next_unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
-        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-        weight = tl.load(weights + pair)
-        for step in range(steps):
-            unit = next_unit
-            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
-            next_unit = load_unit(FORMAT, pa, pb, pc, pd, row, u, U)  # see `_gate_up_kernel`
-            words = decode_unit(FORMAT, unit, table, lut, ASM)
-            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
-            tl.store(target + step * R + tl.arange(0, R), y)
-    else:
-        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-        weight = tl.load(weights + pair)
-        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0
-        for step in tl.static_range(STEPS):
-            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
-            words = decode_unit(FORMAT, unit, table, lut, ASM)
-            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
-            tl.store(target + step * R + tl.arange(0, R), y)
-
-
-@triton.jit
-def _down_sum_kernel(
-    chosen, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
-    FORMAT: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
-    N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    token = tl.program_id(1)
-    row0 = tl.program_id(0) * R
-    lane = tl.arange(0, R * UB)
-    u = tl.minimum(lane % UB, U - 1)
-    live = lane % UB < U
-    lut = load_table(FORMAT, table)
-    total = tl.zeros([R * UB], tl.float32)
-    for place in range(TOP):
-        pair = token * TOP + place
-        expert = tl.load(chosen + pair)
-        if (expert >= 0) & (expert < EXPERTS):
-            pa, pb, pc, pd = advance(FORMAT, p0, p1, p2, p3, expert.to(tl.int64) * N + row0, U)
-            a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
-            y = dot_unit(FORMAT, unit, decode_unit(FORMAT, unit, table, lut, ASM), a, ASM)
-            total += y * tl.load(weights + pair)
-    tl.store(out + token * row_stride + row0 + tl.arange(0, R), _sum_rows(total, R, UB))
-
-
-# --- launchers --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Tile:
     """How the work is cut into programs.
@@ -248,9 +40,10 @@ class Tile:
         steps: a program takes so many times the rows that its lanes hold side by side.
         warps: of a program.
         loop: the steps are turns of a loop that loads the rows of the next turn ahead, not unrolled.
-        items: with groups, whether a program is for an expert and all its pairs ("experts", never a loop), or for a
-            single pair as without groups, but in the order of the experts ("sorted"): what a pair reads, the next one
-            of the same expert finds in the L2.
+        items: with groups, what a program is for. "experts": an expert and all its pairs, its weights decoded once,
+            never a loop. "again": the same, but pair after pair, each of which reads the weights again, from the L1.
+            "sorted": a single pair as without groups, but in the order of the experts, so that the next pair of an
+            expert finds its weights in the L2.
     """
 
     steps: int = 1
@@ -303,7 +96,7 @@ def _activation_args(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _group_args(chosen: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (chosen,) * 4 if groups is None else (groups.order, groups.owners, groups.offsets, groups.used)
+    return (chosen,) * 4 if groups is None else (groups.order, groups.owners, groups.used, groups.starts)
 
 
 def _item_constants(groups: Groups | None, tile: Tile) -> dict[str, str | bool]:
@@ -342,7 +135,7 @@ def gate_up(
     constants, programs = _cut(gate.n, gate.units, tile)
     *gate_pointers, table = pointers(gate)
     *up_pointers, _ = pointers(up)
-    _gate_up_kernel[(programs, _item_count(pairs, groups, tile))](
+    gate_up_kernel[(programs, _item_count(pairs, groups, tile))](
         chosen,
         *_group_args(chosen, groups),
         *_activation_args(x),
@@ -407,7 +200,7 @@ def down(
         s_args = (s_planes.codes, s_planes.scales, s_x.words, s_x.scales)
         s_shape = {"SHARED": rows, "S_K": s_planes.k, "S_R": s_rows, "S_CB": s_lanes, "S_STEPS": s_steps}
     *plane_pointers, table = pointers(planes)
-    _down_kernel[(programs, items + extra)](
+    down_kernel[(programs, items + extra)](
         chosen,
         *_group_args(chosen, groups),
         weights,
@@ -445,7 +238,7 @@ def down_sum(
     constants, programs = _cut(planes.n, planes.units, Tile(warps=tile.warps))
     constants.pop("STEPS")
     *plane_pointers, table = pointers(planes)
-    _down_sum_kernel[(programs, chosen.shape[0])](
+    down_sum_kernel[(programs, chosen.shape[0])](
         chosen,
         weights,
         *_activation_args(h),

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.expert_formats import exponent_scale, load_table, q4_minimum
-from ds4.ops.kernels.experts import advance, pointers
+from ds4.ops.kernels.expert_programs import advance
+from ds4.ops.kernels.experts import pointers
 from ds4.ops.kernels.grouping import Groups
 from ds4.ops.kernels.intrinsics import high_half, lookup_bytes, low_half, use_asm
 from ds4.ops.kernels.planes import Planes, Q8Planes

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.expert_formats import load_four
-from ds4.ops.kernels.gemv_dot import batched_kernel, flat_kernel
+from ds4.ops.kernels.gemv_dot import batched_dot_kernel, flat_dot_kernel
 from ds4.ops.kernels.intrinsics import behind, dp4a, high_half, low_half, overlap, use_asm
 from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
@@ -271,7 +271,7 @@ def _flat_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile)
     warps = tile.warps or bn // 16 * max(1, bb // 32)
     constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "F_BN": bn, "F_BK": span // 4}
     constants.update(num_warps=warps, num_stages=tile.stages or 3)
-    return flat_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
+    return flat_dot_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
 
 
 def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
@@ -288,7 +288,7 @@ def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Ti
     f16_stages = tile.stages or _stages(f16_span * (2 * f16_bn + 4 * bb), k // f16_span)
     constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "STAGES": stages}
     constants.update(F_BN=f16_bn, F_PARTS=parts, F_BK=f16_span // parts, F_STAGES=f16_stages, num_warps=warps)
-    return batched_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, f16_bn), constants
+    return batched_dot_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, f16_bn), constants
 
 
 def _stages(round_bytes: int, rounds: int) -> int:

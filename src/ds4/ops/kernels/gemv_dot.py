@@ -162,7 +162,7 @@ def _f16_batched(
 
 
 @triton.jit
-def flat_kernel(
+def flat_dot_kernel(
     codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
@@ -185,7 +185,7 @@ def flat_kernel(
 
 
 @triton.jit
-def batched_kernel(
+def batched_dot_kernel(
     codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
