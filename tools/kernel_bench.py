@@ -2,7 +2,7 @@
 
     python3 tools/kernel_bench.py                      every case
     python3 tools/kernel_bench.py gemv experts.down    cases whose name begins so
-    python3 tools/kernel_bench.py --sweep gemv.head    other tiles too, the fastest last
+    python3 tools/kernel_bench.py --sweep gemv.head    other tiles too, the fastest last (--tiles REGEX: some of them)
     python3 tools/kernel_bench.py --compile experts    no GPU: compile for sm_90, print registers and spills
     python3 tools/kernel_bench.py --list
 
@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--rows", default="1,4,16,64", help="rows of a decode step, comma-separated")
     parser.add_argument("--tokens", default="4096", help="tokens of a prefill chunk, comma-separated")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    parser.add_argument("--tiles", default="", help="of a sweep only tiles whose text this regular expression finds")
     parser.add_argument("--compile", action="store_true", help="only compile, for sm_90, without a GPU")
     parser.add_argument("--no-check", action="store_true", help="only time")
     parser.add_argument("--json", type=Path, help="write all results here too")
@@ -72,6 +73,7 @@ def main() -> int:
         sweep=options.sweep,
         compile_only=options.compile,
         check=not options.no_check,
+        wanted_tiles=options.tiles,
     )
     print(f"{sys.argv[0]} {' '.join(sys.argv[1:])}", f"shape {bench.shape.name}", bench.machine(), sep="; ")
     read = 0.0

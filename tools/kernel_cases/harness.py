@@ -77,11 +77,18 @@ class Bench:
     """The device, the shapes and the data of a run."""
 
     def __init__(
-        self, shape: str, rows: list[int], tokens: list[int], sweep: bool, compile_only: bool, check: bool
+        self,
+        shape: str,
+        rows: list[int],
+        tokens: list[int],
+        sweep: bool,
+        compile_only: bool,
+        check: bool,
+        wanted_tiles: str = "",
     ) -> None:
         self.shape: Shape = next(s for s in PROFILES if s.name == shape)
         self.rows, self.tokens, self.sweep, self.check = rows, tokens, sweep, check and not compile_only
-        self.compile_only = compile_only
+        self.compile_only, self.wanted_tiles = compile_only, re.compile(wanted_tiles)
         self.on_gpu = torch.cuda.is_available() and not compile_only
         self.device = "cuda" if self.on_gpu else "cpu"
         # The interpreter gets products of bf16 wrong.
@@ -344,9 +351,10 @@ def error(out: Tensor, reference: Tensor) -> float:
 
 
 def tiles(bench: Bench, default: Any, others: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Names and tiles to time: the default, and the others in a sweep."""
+    """Names and tiles to time: the default, and in a sweep the others that are wanted."""
     yield "", default
     if bench.sweep:
         for tile in others:
             text = " ".join(f"{key}={value}" for key, value in vars(tile).items() if value is not None)
-            yield f"[{text}]", tile
+            if bench.wanted_tiles.search(text):
+                yield f"[{text}]", tile

@@ -234,7 +234,9 @@ def _launch(
     q8_target, f16_target = (some if out is None else out for out in (q8_out, f16_out))
     q8_args = (codes, scales, words, xs, q8_target, q8_n, q8_target.stride(0))
     f16_args = (weight, x, f16_target, f16_n, f16_target.stride(0))
-    shape = {"K": k, "GROUPS": groups, "GROUP_ROWS": q8_n // groups, "Q8": q8 is not None, "F16": f16 is not None}
+    # The number of rows is no constant where nothing depends on it: matrices of the same width share a kernel.
+    group_rows = q8_n // groups if groups > 1 else 1
+    shape = {"K": k, "GROUPS": groups, "GROUP_ROWS": group_rows, "Q8": q8 is not None, "F16": f16 is not None}
     if few:
         warps = tile.warps or (1 if k < 4096 else 8 if k > 8192 else 4)
         r, cb = lanes_of(k, 16, warps)
