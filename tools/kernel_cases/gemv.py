@@ -10,22 +10,20 @@ from ds4.ops.kernels.gemv import DP4A_ROWS, Tile, gemv, gemv_both, gemv_f16, gem
 from kernel_cases.harness import Bench, Case, error, tiles
 
 FEW = [Tile(warps=w, steps=s) for w, s in ((1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (4, 2), (8, 1))]
-MANY = [Tile(dot="flat", rows=rows, warps=warps, span=512) for rows, warps in ((16, 1), (32, 2))]
-MANY += [
-    Tile(dot="batched", rows=rows, warps=warps, span=128 * warps, stages=stages)
+MANY = [
+    Tile(rows=rows, warps=warps, span=128 * warps, stages=stages)
     for rows, warps in ((16, 2), (32, 2), (16, 4), (32, 4), (64, 4), (16, 8), (32, 8))
     for stages in (3, 4)
 ]
-MANY += [Tile(dot="batched"), Tile(dot="batched", rows=16, stages=6), Tile(dot="batched", rows=32, stages=6)]
-MANY_F16 = [Tile(dot="batched", f16_rows=rows, f16_span=span) for rows in (16, 32, 64) for span in (128, 256)]
+MANY_F16 = [Tile(f16_rows=rows, f16_span=span) for rows in (16, 32, 64) for span in (128, 256)]
 
 SHARED = 220 << 10
 """Bytes of shared memory that a program may take."""
 
 
 def _fits(tile: Tile, rows: int) -> bool:
-    """Whether the rounds of a batched tile fit into shared memory."""
-    if tile.dot != "batched" or tile.stages is None:
+    """Whether the rounds of a tile fit into shared memory."""
+    if tile.stages is None:
         return True
     span, weight_rows, x_rows = tile.span or 512, tile.rows or 32, max(8, 1 << (rows - 1).bit_length())
     round_bytes = max(span * (weight_rows + x_rows), (tile.f16_span or span // 2) * (2 * weight_rows + 4 * x_rows))

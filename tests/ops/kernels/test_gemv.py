@@ -7,21 +7,17 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ds4 import ops
-from ds4.ops.kernels import gemv as gemv_module
 from ds4.ops.kernels import planes as P
-from ds4.ops.kernels.gemv import DP4A_ROWS, Tile, gemv, gemv_both, gemv_f16, gemv_grouped
+from ds4.ops.kernels.gemv import Tile, gemv, gemv_both, gemv_f16, gemv_grouped
 from ds4.ops.kernels.quantize import Quantised, quantise
 from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, random_raw, run_twice
 
 ROWS = [1, 2, 3, 4, 5, 16]
-# The forms of dots are two ways to multiply more rows than dp4a takes.
-WAYS = [(rows, form) for rows in ROWS for form in ("flat", "batched") if rows > DP4A_ROWS or form == "flat"]
-# Rows and columns of matrices, rows of activations, form: a row of one unit, rows that fill no tile, and full shapes.
-CASES = [(n, k, *way) for n, k in ((24, 128), (21, 768)) for way in WAYS]
+# Rows and columns of matrices, rows of activations: a row of one unit, rows that fill no tile, and full shapes.
+CASES = [(n, k, rows) for n, k in ((24, 128), (21, 768)) for rows in ROWS]
 if ON_GPU:
     FULL = [(1536, 4096), (32_768, 1024), (4096, 8192), (4096, 2048), (2048, 7168), (7168, 16_384), (6144, 1536)]
-    MORE = [(rows, form) for rows in (8, 16, 32, 64) for form in ("flat", "batched")]
-    CASES += [(n, k, *way) for n, k in FULL for way in ((1, "flat"), (4, "flat"), *MORE)]
+    CASES += [(n, k, rows) for n, k in FULL for rows in (1, 4, 8, 16, 32, 64)]
 
 # Sums of tensor cores are a little coarser.
 F16_BAR = 2e-5 if ON_GPU else 2e-6
@@ -34,13 +30,6 @@ def make(type: T, n: int, k: int, seed: int, device: str) -> tuple[P.Planes, tor
     return planes, P.unpack(planes).double()
 
 
-@pytest.fixture
-def form(request, monkeypatch) -> str:
-    """What follows multiplies more rows than `DP4A_ROWS` in that form."""
-    monkeypatch.setattr(gemv_module, "DOT", request.param)
-    return request.param
-
-
 def activations(rows: int, k: int, device: str) -> tuple[Quantised, torch.Tensor]:
     x = randn(rows, k, seed=rows + k, device=device)
     q = Quantised.allocate(rows, k, device)
@@ -48,8 +37,8 @@ def activations(rows: int, k: int, device: str) -> tuple[Quantised, torch.Tensor
     return q, x
 
 
-@pytest.mark.parametrize(("n", "k", "rows", "form"), CASES, indirect=["form"])
-def test_gemv(n, k, rows, form, device):
+@pytest.mark.parametrize(("n", "k", "rows"), CASES)
+def test_gemv(n, k, rows, device):
     planes, weight = make(T.Q8_0, n, k, 1, device)
     q, x = activations(rows, k, device)
     out = torch.empty(rows, n, device=device)
@@ -58,9 +47,9 @@ def test_gemv(n, k, rows, form, device):
     assert error(out, x.double() @ weight.t()) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "form"), WAYS, indirect=["form"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_gemv_grouped(groups, rows, form, device):
+def test_gemv_grouped(groups, rows, device):
     size, k = (1024, 4096) if ON_GPU else (16, 256)
     planes, weight = make(T.Q8_0, groups * size, k, 2, device)
     q, x = activations(rows, groups * k, device)
@@ -71,8 +60,8 @@ def test_gemv_grouped(groups, rows, form, device):
         assert error(out, expected) < bar
 
 
-@pytest.mark.parametrize(("n", "k", "rows", "form"), CASES, indirect=["form"])
-def test_gemv_f16(n, k, rows, form, device):
+@pytest.mark.parametrize(("n", "k", "rows"), CASES)
+def test_gemv_f16(n, k, rows, device):
     """Float activations: exact up to the order of the sum, with values of very different size too."""
     planes, weight = make(T.F16, n, k, 3, device)
     x = randn(rows, k, seed=4, device=device) * torch.exp(3 * randn(1, k, seed=5, device=device))
@@ -82,8 +71,8 @@ def test_gemv_f16(n, k, rows, form, device):
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 1e6])
-@pytest.mark.parametrize(("rows", "form"), [(2, "flat"), (5, "flat"), (5, "batched")], indirect=["form"])
-def test_gemv_f16_of_any_size(rows, size, form, device):
+@pytest.mark.parametrize("rows", [2, 5])
+def test_gemv_f16_of_any_size(rows, size, device):
     """Also with rows that are far beyond what fp16 holds, or close to where it ends below."""
     planes, weight = make(T.F16, 40, 256, 11, device)
     x = randn(rows, 256, seed=12, device=device) * size
@@ -92,8 +81,8 @@ def test_gemv_f16_of_any_size(rows, size, form, device):
     assert error(out, x.double() @ weight.t()) < F16_BAR
 
 
-@pytest.mark.parametrize(("rows", "form"), WAYS, indirect=["form"])
-def test_gemv_both(rows, form, device):
+@pytest.mark.parametrize("rows", ROWS)
+def test_gemv_both(rows, device):
     n, m, k = (1536, 2624, 4096) if ON_GPU else (24, 21, 256)
     planes, weight = make(T.Q8_0, n, k, 6, device)
     f16_planes, f16_weight = make(T.F16, m, k, 7, device)
@@ -113,8 +102,8 @@ def test_gemv_both(rows, form, device):
         Tile(warps=1, steps=2),
         Tile(warps=2, rows=16, span=128, stages=2),
         Tile(8, 3),
-        Tile(dot="batched", rows=16, span=256, f16_span=64, stages=3),
-        Tile(dot="batched", warps=2, rows=64, span=512, f16_span=512),
+        Tile(rows=16, span=256, f16_span=64, stages=3),
+        Tile(warps=2, rows=64, span=512, f16_span=512),
     ],
     ids=str,
 )
@@ -130,8 +119,8 @@ def test_other_tiles(tile, rows, device):
     assert error(f16_out, x.double() @ f16_weight.t()) < F16_BAR
 
 
-@pytest.mark.parametrize(("rows", "form"), [(4, "flat"), (16, "flat"), (16, "batched")], indirect=["form"])
-def test_company_does_not_change_a_row(rows, form, device):
+@pytest.mark.parametrize("rows", [4, 16])
+def test_company_does_not_change_a_row(rows, device):
     """Within one number of rows, a row's bits depend on its own activations alone."""
     planes, _ = make(T.Q8_0, 32, 512, 10, device)
     f16_planes, _ = make(T.F16, 32, 512, 10, device)
@@ -149,19 +138,18 @@ def test_company_does_not_change_a_row(rows, form, device):
         assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("places", [(5, 0), (9, 7), (33, 20)], ids=str)
-def test_number_of_rows_does_not_change_a_row(places, device):
-    """With batched dots, a row's bits are those it has in a step of another number of rows."""
+def test_number_of_rows_does_not_change_a_row(device):
+    """Within one bucket of rows, which decides how programs are cut."""
     planes, _ = make(T.Q8_0, 40, 1024, 10, device)
     f16_planes, _ = make(T.F16, 40, 1024, 10, device)
     results = []
-    for rows, place in ((16, 3), places):
+    for rows, place in ((16, 3), (9, 7)):
         x = randn(rows, 1024, seed=rows, device=device)
         x[place] = torch.linspace(-2, 3, 1024, device=device)
         q = Quantised.allocate(rows, 1024, device)
         quantise(x, q)
         out, f16_out = torch.empty(rows, 40, device=device), torch.empty(rows, 40, device=device)
-        gemv_both(planes, q, out, f16_planes, x, f16_out, Tile(dot="batched"))
+        gemv_both(planes, q, out, f16_planes, x, f16_out)
         results.append((out[place], f16_out[place]))
     assert torch.equal(results[0][0], results[1][0])
     if ON_GPU:  # as above

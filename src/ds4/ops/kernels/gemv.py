@@ -11,7 +11,6 @@ Both ways give the same up to the order of a float32 sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,16 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.expert_formats import load_four
-from ds4.ops.kernels.gemv_dot import batched_dot_kernel, flat_dot_kernel
+from ds4.ops.kernels.gemv_dot import dot_kernel
 from ds4.ops.kernels.intrinsics import behind, dp4a, high_half, low_half, overlap, use_asm
 from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
 
 DP4A_ROWS = 4
 """Up to so many rows of activations are multiplied one by one."""
-
-DOT = "flat"
-"""How more rows are multiplied where a `Tile` does not say: "flat" or "batched", see `gemv_dot`."""
 
 
 @triton.jit
@@ -171,17 +167,15 @@ class Tile:
     Attributes:
         warps: of a program.
         steps: with up to `DP4A_ROWS` rows, how many times over a program takes the rows that its lanes hold.
-        dot: with more, "flat" or "batched", see `gemv_dot`.
         rows: with more, weight rows of a program.
         span: with more, channels of one round of a program, a power of two from 128 on.
-        f16_rows: with more and batched, F16 weight rows of a program.
-        f16_span: with more and batched, channels of one round of F16, a power of two.
+        f16_rows: with more, F16 weight rows of a program.
+        f16_span: with more, channels of one round of F16, a power of two.
         stages: with more, how many rounds are on their way or at work.
     """
 
     warps: int | None = None
     steps: int | None = None
-    dot: str | None = None
     rows: int | None = None
     span: int | None = None
     f16_rows: int | None = None
@@ -216,14 +210,13 @@ def _launch(
     planes = q8 or f16
     assert planes is not None
     k, q8_n, f16_n = planes.k, q8.n if q8 else 0, f16.n if f16 else 0
-    few, flat = rows <= DP4A_ROWS, (tile.dot or DOT) == "flat"
+    few = rows <= DP4A_ROWS
     if q8:
         assert q is not None
         assert q.words is not None
         codes, scales, words, xs = q8.codes, q8.scales, q.words, q.scales
         if not few:
             codes, words = codes.view(torch.int8), words.view(torch.int8)
-            scales = scales.view(torch.int32) if flat else scales
     else:
         codes = scales = words = xs = some
     if f16:
@@ -255,34 +248,19 @@ def _launch(
             ASM=use_asm(some), **shape, num_warps=warps, **overlap(),
         )  # fmt: skip
         return
-    cut = _flat_cut if flat else _batched_cut
-    kernel, q8_programs, f16_programs, constants = cut(k, q8_n, f16_n, groups, rows, tile)
-    kernel[(q8_programs + f16_programs,)](
+    q8_programs, f16_programs, constants = _dot_cut(k, q8_n, f16_n, groups, rows, tile)
+    dot_kernel[(q8_programs + f16_programs,)](
         *q8_args, q8_programs, *f16_args, x.stride(0), rows, **shape, **constants, **overlap()
     )  # fmt: skip
 
 
-_Cut = tuple[Any, int, int, dict[str, int]]
-"""A kernel, its programs for the Q8_0 and for the F16 matrices, and the constants that say how they are cut."""
-
-
-def _flat_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
-    bb = max(16, triton.next_power_of_2(rows))
-    bn = _fit_group(tile.rows or (32 if q8_n + f16_n >= 8192 else 16), q8_n, groups)
-    span = _power_of_two(k, tile.span or (512 if bb == 16 else 256))
-    warps = tile.warps or bn // 16 * max(1, bb // 32)
-    constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "F_BN": bn, "F_BK": span // 4}
-    constants.update(num_warps=warps, num_stages=tile.stages or 3)
-    return flat_dot_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, bn), constants
-
-
-def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> _Cut:
-    """What decides the order of a sum, spans and warps, does not depend on the number of rows."""
-    bb = max(8, triton.next_power_of_2(rows))
-    bn = _fit_group(tile.rows or (32 if q8_n + f16_n >= 4096 else 16), q8_n, groups)
+def _dot_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Tile) -> tuple[int, int, dict[str, int]]:
+    """Programs for the Q8_0 and for the F16 matrices, and the constants that say how they are cut."""
+    bb, large = max(8, triton.next_power_of_2(rows)), q8_n >= 8192
+    bn = _fit_group(tile.rows or (32 if large and bb <= 32 else 16), q8_n, groups)
     # Few rows of F16 are few programs, each of which reads long: they are made small.
     f16_bn = tile.f16_rows or tile.rows or (32 if f16_n >= 2048 else 16)
-    span = _power_of_two(k, tile.span or 512)
+    span = _power_of_two(k, tile.span or (256 if large else 512))
     f16_span = _power_of_two(k, max(tile.f16_span or span // 2, 16))
     warps = tile.warps or span // 128
     parts = min(warps, f16_span // 16)
@@ -290,7 +268,7 @@ def _batched_cut(k: int, q8_n: int, f16_n: int, groups: int, rows: int, tile: Ti
     f16_stages = tile.stages or _stages(f16_span * (2 * f16_bn + 4 * bb), k // f16_span)
     constants = {"BN": bn, "BB": bb, "UNITS": span // 128, "STAGES": stages}
     constants.update(F_BN=f16_bn, F_PARTS=parts, F_BK=f16_span // parts, F_STAGES=f16_stages, num_warps=warps)
-    return batched_dot_kernel, triton.cdiv(q8_n, bn), triton.cdiv(f16_n, f16_bn), constants
+    return triton.cdiv(q8_n, bn), triton.cdiv(f16_n, f16_bn), constants
 
 
 def _stages(round_bytes: int, rounds: int) -> int:
@@ -298,7 +276,7 @@ def _stages(round_bytes: int, rounds: int) -> int:
 
     Rounds on their way are one less than stages.
     """
-    return max(2, min(max(3, 1 + (110 << 10) // round_bytes), 6, rounds + 1))
+    return max(2, min(max(3, 1 + (110 << 10) // round_bytes), 4, rounds + 1))
 
 
 def _fit_group(bn: int, q8_n: int, groups: int) -> int:

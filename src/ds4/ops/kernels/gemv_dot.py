@@ -1,11 +1,9 @@
 """The tensor-core path of `gemv`: matrices times 5 to 64 rows of activations.
 
-Both forms take rounds of the channels and multiply in integers for Q8_0, whose sums of 32 get their scales as float32,
-and in fp16 for F16, whose float32 activations are split into two fp16 terms.
-
-- flat: one dot for every 32 channels, the warps of a program side by side along its weight rows.
-- batched: one three-dimensional dot for all groups of a round. Warp i takes unit i (128 channels) of the round, so even
-  programs of few weight rows have several warps, and a round reads every row in one contiguous piece.
+Q8_0 is multiplied in integers, whose sums of 32 get their scales as float32, F16 in fp16, float32 activations as two fp16
+terms each. A program goes through the channels in rounds, each of which is one three-dimensional dot: warp i
+takes unit i (128 channels) of the round. So programs of few weight rows have several warps too, and a round reads every
+row in one contiguous piece. One dot after the other, with the warps along the rows, took twice as long at 16 rows.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds4.ops.kernels.intrinsics import behind, high_half, low_half
+from ds4.ops.kernels.intrinsics import behind
 
 COARSE = tl.constexpr(2.0**-8)  # float activations as fp16 are those times this: fp16 alone ends at 65504
 FINE = tl.constexpr(2.0**11)  # what fp16 rounds off, times this, fits fp16 again and stays clear of its smallest values
@@ -25,82 +23,7 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _dot_scales(scale_row, x_scale_row, unit, UNITS: tl.constexpr):
-    """Scales of UNITS units from `unit` on: two words of two fp16 each for the weights, and one of the activations."""
-    scales = ()
-    for i in tl.static_range(UNITS):
-        scales = scales + (
-            tl.load(scale_row + (unit + i) * 2),
-            tl.load(scale_row + (unit + i) * 2 + 1),
-            tl.load(x_scale_row + unit + i),
-        )
-    return scales
-
-
-@triton.jit
 def _q8_dot(
-    codes, scales, x8, xs, out, program, n, out_stride, rows,
-    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    UNITS: tl.constexpr,
-):  # fmt: skip
-    """BN rows of a Q8_0 matrix times up to BB rows of activations: a dot of 32 channels, then their scale."""
-    target = program * BN + tl.arange(0, BN)
-    row = tl.minimum(target, n - 1)
-    group = 0 if GROUPS == 1 else (program * BN) // GROUP_ROWS
-    batch = tl.arange(0, BB)
-    b = tl.minimum(batch, rows - 1) * GROUPS + group
-    i = tl.arange(0, 32)
-    w_at = codes + row.to(tl.int64)[:, None] * K + i[None, :]
-    x_at = x8 + b[None, :] * K + i[:, None]
-    s_at = scales + row.to(tl.int64) * (K // 64)
-    xs_at = xs + b * (K // 128)
-    total = tl.zeros([BN, BB], tl.float32)
-    # The compiler lets only the operands of a dot run ahead, so the scales are fetched one round early by hand.
-    following = _dot_scales(s_at, xs_at, 0, UNITS)
-    for unit in range(0, K // 128, UNITS):
-        current = following
-        following = _dot_scales(s_at, xs_at, tl.minimum(unit + UNITS, K // 128 - UNITS), UNITS)
-        for u in tl.static_range(UNITS):
-            part = tl.zeros([BN, BB], tl.float32)
-            for g in tl.static_range(4):
-                w = tl.load(w_at + ((unit + u) * 128 + g * 32))
-                x = tl.load(x_at + ((unit + u) * 128 + g * 32))
-                pair = current[3 * u + g // 2]
-                s = low_half(pair) if g % 2 == 0 else high_half(pair)
-                part += tl.dot(w, x, out_dtype=tl.int32).to(tl.float32) * s[:, None]
-            total += part * current[3 * u + 2][None, :]
-    at = out + batch[None, :] * out_stride + target[:, None]
-    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
-
-
-@triton.jit
-def _f16_dot(
-    weight, x, out, program, n, x_stride, out_stride, rows,
-    K: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """BN rows of an F16 matrix times up to BB rows of float32, these as the sum of two fp16 each."""
-    target = program * BN + tl.arange(0, BN)
-    row = tl.minimum(target, n - 1)
-    batch = tl.arange(0, BB)
-    i = tl.arange(0, BK)
-    w_at = weight + row.to(tl.int64)[:, None] * K + i[None, :]
-    x_at = x + tl.minimum(batch, rows - 1)[None, :] * x_stride + i[:, None]
-    total = tl.zeros([BN, BB], tl.float32)
-    rest = tl.zeros([BN, BB], tl.float32)
-    for k in range(0, K, BK):
-        w = tl.load(w_at + k)
-        values = tl.load(x_at + k) * COARSE
-        coarse = values.to(tl.float16)
-        fine = ((values - coarse.to(tl.float32)) * FINE).to(tl.float16)
-        total = tl.dot(w, coarse, total)
-        rest = tl.dot(w, fine, rest)
-    total = (total + rest * (1 / FINE)) * (1 / COARSE)
-    at = out + batch[None, :] * out_stride + target[:, None]
-    tl.store(at, total, mask=(batch < rows)[None, :] & (target < n)[:, None])
-
-
-@triton.jit
-def _q8_batched(
     codes, scales, x8, xs, out, program, n, out_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     UNITS: tl.constexpr, STAGES: tl.constexpr,
@@ -136,7 +59,7 @@ def _q8_batched(
 
 
 @triton.jit
-def _f16_batched(
+def _f16_dot(
     weight, x, out, program, n, x_stride, out_stride, rows,
     K: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -162,30 +85,7 @@ def _f16_batched(
 
 
 @triton.jit
-def flat_dot_kernel(
-    codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
-    weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
-    K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
-    BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, F_BN: tl.constexpr, F_BK: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    program = tl.program_id(0)
-    if Q8 & F16:
-        if program < q8_programs:
-            _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, 1, 1, BN, BB, UNITS)
-        else:
-            _f16_dot(
-                weight, x, f16_out, program - q8_programs, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK
-            )  # fmt: skip
-    elif Q8:
-        _q8_dot(codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows, K, GROUPS, GROUP_ROWS, BN, BB, UNITS)
-    else:
-        _f16_dot(weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_BK)
-
-
-@triton.jit
-def batched_dot_kernel(
+def dot_kernel(
     codes, scales, x8, xs, q8_out, q8_n, q8_stride, q8_programs,
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
@@ -198,20 +98,20 @@ def batched_dot_kernel(
         # The programs of F16 read more, so they go first.
         f16_programs = tl.num_programs(0) - q8_programs
         if program < f16_programs:
-            _f16_batched(
+            _f16_dot(
                 weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_PARTS, F_BK, F_STAGES
             )  # fmt: skip
         else:
-            _q8_batched(
+            _q8_dot(
                 codes, scales, x8, xs, q8_out, program - f16_programs, q8_n, q8_stride, rows,
                 K, 1, 1, BN, BB, UNITS, STAGES,
             )  # fmt: skip
     elif Q8:
-        _q8_batched(
+        _q8_dot(
             codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows,
             K, GROUPS, GROUP_ROWS, BN, BB, UNITS, STAGES,
         )  # fmt: skip
     else:
-        _f16_batched(
+        _f16_dot(
             weight, x, f16_out, program, f16_n, x_stride, f16_stride, rows, K, F_BN, BB, F_PARTS, F_BK, F_STAGES
         )  # fmt: skip
