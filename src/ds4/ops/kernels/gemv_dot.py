@@ -1,7 +1,7 @@
 """The tensor-core path of `gemv`: matrices times 5 to 64 rows of activations.
 
-Q8_0 is multiplied in integers, whose sums of 32 get their scales as float32, F16 in fp16, float32 activations as two fp16
-terms each. A program goes through the channels in rounds, each of which is one three-dimensional dot: warp i
+Q8_0 is multiplied in integers, whose sums of 32 get their scales as float32, F16 in fp16, with float32 activations as
+two fp16 terms each. A program goes through the channels in rounds, each of which is one three-dimensional dot: warp i
 takes unit i (128 channels) of the round. So programs of few weight rows have several warps too, and a round reads every
 row in one contiguous piece. One dot after the other, with the warps along the rows, took twice as long at 16 rows.
 """
