@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 from ds4.cli.kv import main
 from ds4.kvstore.container import StoredCall, ToolTurn
-from ds4.kvstore.reading import Entry
+from ds4.kvstore.reading import Entry, OpenEntry, verify, verify_open
+from ds4.kvstore.store import Store
 from tests.engine.session_helpers import tokens
 from tests.helpers import random_engine
 from tests.kvstore.helpers import open_store, restore, save
@@ -65,18 +68,56 @@ def test_verify_finds_damage_and_what_depends_on_it(
     path.write_bytes(data)
     said = say(capsys, 1, "verify", tmp_path / "kv")
     assert f"{chain[1].name[:40]}: the checksum of section" in said
-    say(capsys, 0, "verify", tmp_path / "kv", "--delete")
-    say(capsys, 0, "verify", tmp_path / "kv", "--delete")
+    assert "2 wrong and deleted" in say(capsys, 0, "verify", tmp_path / "kv", "--delete")
     assert [file.name for file in (tmp_path / "kv").glob("*.kv")] == [chain[0].name]
+
+
+def test_a_damaged_file_is_verified_by_its_name(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv" / ("d" * 40 + ".kv")).write_bytes(b"something else")
+    assert "the file has 14 bytes" in say(capsys, 1, "verify", tmp_path / "kv", "ddd")
+    assert "verify says why" in say(capsys, 1, "show", tmp_path / "kv", "ddd")
+    assert "1 entries checked, 1 wrong and deleted" in say(capsys, 0, "verify", tmp_path / "kv", "ddd", "--delete")
+    assert "3 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")
+
+
+def test_what_servers_delete_meanwhile_is_no_error(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable = Store.usable
+
+    def delete(self: Store, entry: Entry) -> bool:
+        (tmp_path / "kv" / chain[-1].name).unlink(missing_ok=True)
+        return usable(self, entry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "usable", delete)
+        listed = say(capsys, 0, "list", tmp_path / "kv")
+    assert "[No such file or directory]" in listed
+    assert listed.count("<User>words") == 2
+    monkeypatch.setattr("ds4.cli.kv.verify", lambda files, name: verify(files, "0" * 40 + ".kv"))
+    assert "2 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_texts_are_printed_as_far_as_the_output_can(tmp_path: Path, encoding: str) -> None:
+    store, session = open_store(tmp_path / "kv", ENGINE), ENGINE.session()
+    session.sync(tokens(5))
+    assert save(store, session, key="<｜User｜>words".encode())
+    command = [sys.executable, "-m", "ds4.cli.kv", "list", str(tmp_path / "kv")]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"<?User?>words" in done.stdout
 
 
 def test_prune(tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
     kept = sum(file.stat().st_size for file in (tmp_path / "kv").iterdir()) - chain[-1].size
     assert "1 entries deleted" in say(capsys, 0, "prune", tmp_path / "kv", "--size", kept)
     assert not (tmp_path / "kv" / chain[-1].name).exists()
-    say(capsys, 1, "prune", tmp_path / "kv", "--size", "1")
-    with pytest.raises(SystemExit):
-        main(["prune", str(tmp_path), "--size", "much"])
+    assert "is no size" in say(capsys, 2, "prune", tmp_path / "kv", "--size", "much")
+    assert "2 entries deleted" in say(capsys, 0, "prune", tmp_path / "kv", "--size", "0")
+    assert list((tmp_path / "kv").glob("*.kv")) == []
 
 
 def test_an_entry_moves_to_another_directory(
@@ -85,7 +126,8 @@ def test_an_entry_moves_to_another_directory(
     file = tmp_path / "one.kv"
     say(capsys, 0, "export", tmp_path / "kv", chain[-1].name, file)
     assert file.stat().st_mode & 0o777 == 0o600
-    assert "cannot be written" in say(capsys, 1, "export", tmp_path / "kv", chain[-1].name, file)
+    assert "cannot be written: File exists" in say(capsys, 1, "export", tmp_path / "kv", chain[-1].name, file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kv", "one.kv"]
     say(capsys, 0, "import", tmp_path / "other", file)
     assert "here already" in say(capsys, 1, "import", tmp_path / "other", file)
     assert "1 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "other")
@@ -109,6 +151,30 @@ def test_a_damaged_file_is_not_imported(tmp_path: Path, chain: list[Entry], caps
     segment = (tmp_path / "kv" / chain[1].name).read_bytes()
     file.write_bytes(segment)
     assert "builds on other entries" in say(capsys, 1, "import", tmp_path / "other", file)
+
+
+def test_a_damaged_entry_is_not_exported(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kv" / chain[-1].name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "cannot be exported" in say(capsys, 1, "export", tmp_path / "kv", chain[-1].name, tmp_path / "one.kv")
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_an_entry_that_a_server_stores_meanwhile_stays(
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, there = tmp_path / "one.kv", tmp_path / "other" / chain[-1].name
+    say(capsys, 0, "export", tmp_path / "kv", chain[-1].name, file)
+
+    def check(found: OpenEntry) -> Entry:
+        there.write_bytes(file.read_bytes())
+        return verify_open(found)
+
+    monkeypatch.setattr("ds4.kvstore.transfer.verify_open", check)
+    assert "here already" in say(capsys, 1, "import", tmp_path / "other", file)
+    assert sorted(path.name for path in there.parent.glob("*.kv*")) == [there.name]
 
 
 def test_what_is_no_file_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from ds4.engine import EngineConfig
 from ds4.errors import Ds4Error
-from ds4.kvstore.disk import LOCK_NAME, Files
+from ds4.kvstore.disk import INDEX_NAME, LOCK_NAME, Files
+from ds4.kvstore.index import Index
 from ds4.kvstore.reading import MAX_META_BYTES
 from tests.engine.session_helpers import tokens
 from tests.helpers import random_engine
@@ -39,6 +40,46 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "a" / LOCK_NAME).unlink()
     session.sync(tokens(30))
     assert save(store, session)
+
+
+def test_a_directory_of_which_only_the_index_is_left_is_taken(tmp_path: Path) -> None:
+    store, session = open_store(tmp_path, ENGINE), ENGINE.session()
+    session.sync(tokens(10))
+    assert save(store, session)
+    store.close()
+    for path in tmp_path.iterdir():
+        if path.name != INDEX_NAME:
+            path.unlink()
+    assert open_store(tmp_path, ENGINE).entries() == []
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(Ds4Error, match="it is no directory"):
+        Files(tmp_path / "a")
+
+
+def test_a_budget_that_other_files_take_leaves_no_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, session = open_store(tmp_path, ENGINE), ENGINE.session()
+    session.sync(tokens(10))
+    assert save(store, session)
+    store.close()
+    (tmp_path / "letter.txt").write_bytes(bytes(100_000))
+    store = open_store(tmp_path, ENGINE, budget=50_000)
+    assert store.entries() == []
+    assert "other files in" in caplog.text
+    assert save(store, session) is None
+    assert (tmp_path / "letter.txt").exists()
+
+
+def test_the_index_gets_smaller_again(tmp_path: Path) -> None:
+    index = Index(tmp_path / INDEX_NAME)
+    names = [f"{i:040x}.kv" for i in range(500)]
+    index.update({name: (1, 1, {"what": "x" * 1000}) for name in names})
+    full = (tmp_path / INDEX_NAME).stat().st_size
+    index.update({}, names[1:])
+    assert (tmp_path / INDEX_NAME).stat().st_size < full / 10
+    assert list(index.load()) == names[:1]
 
 
 def failing(patched: pytest.MonkeyPatch, name: str, error: int) -> None:

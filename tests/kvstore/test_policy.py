@@ -48,6 +48,13 @@ def test_what_others_build_on_leaves_after_them() -> None:
     assert names(entries, 250, "c") is None
 
 
+def test_all_leave_that_can_if_that_is_wanted() -> None:
+    entries = {name: replace(BASE, name=name, parent=parent) for name, parent in [("a", None), ("b", "a"), ("c", None)]}
+    found = choose_victims(entries, 1000, "c", 0.0, all_the_same=True)
+    assert found is not None
+    assert [victim.name for victim in found] == ["b", "a"]
+
+
 def test_protected_ones_stay_and_useless_ones_go_first() -> None:
     entries = [BASE, replace(BASE, name="b", usable=False, hits=9), replace(BASE, name="c", hits=9)]
     assert names(entries, 150, "a") == ["b", "c"]

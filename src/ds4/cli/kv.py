@@ -9,10 +9,12 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from ds4.cli.main import run
 from ds4.errors import Ds4Error, FileFormatError
-from ds4.kvstore.container import HEADER_BYTES, is_file_name
+from ds4.kvstore.container import HEADER_BYTES
 from ds4.kvstore.disk import Files
 from ds4.kvstore.reading import Entry, opened, verify
 from ds4.kvstore.store import Store
@@ -25,16 +27,15 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status: 0, 1 if something is wrong with the directory, 2 for a mistake."""
-    options = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    return run("ds4-kv", lambda: partial(_run, build_parser().parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    files = Files(options.directory, create=options.command == "import")
     try:
-        files = Files(options.directory, create=options.command == "import")
-        try:
-            return int(options.run(Store(files), options))
-        finally:
-            files.close()
-    except (Ds4Error, OSError) as error:
-        print(f"ds4-kv: {error}", file=sys.stderr)
-        return 1
+        return int(options.run(Store(files), options))
+    finally:
+        files.close()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +83,10 @@ def _list(store: Store, options: argparse.Namespace) -> int:
     print(f"{'key':12} {'tokens':>8} {'from':>8} {'bytes':>8} {'hits':>5} {'age':>5} {'unused':>6} reason     text")
     for entry in entries:
         mark = "" if store.usable(entry) else " [what it builds on is gone]"
-        text = "" if options.no_text else _text(store, entry, _SHOWN_BYTES)
+        try:
+            text = "" if options.no_text else _text(store, entry, _SHOWN_BYTES)
+        except (FileFormatError, OSError) as error:  # a server may have let it go meanwhile
+            text = f"[{error.strerror if isinstance(error, OSError) else error}]"
         print(
             f"{entry.name[:12]} {entry.tokens:8} {entry.start:8} {_bytes(entry.size):>8} {entry.hits:5} "
             f"{_age(entry.created):>5} {_age(entry.used):>6} {entry.reason.name.lower():10} {text}{mark}"
@@ -122,14 +126,18 @@ def _show(store: Store, options: argparse.Namespace) -> int:
 
 
 def _verify(store: Store, options: argparse.Namespace) -> int:
-    names = [_find(store, key).name for key in options.entry] or [*(e.name for e in store.entries()), *store.broken()]
+    names = [_name(store, key) for key in options.entry] or [*(e.name for e in store.entries()), *store.broken()]
+    starts = {entry.name: entry.start for entry in store.entries()}
     wrong = 0
-    for name in sorted(names):
+    # What others build on comes first: if it is deleted, they are of no use either.
+    for name in sorted(set(names), key=lambda name: (starts.get(name, 0), name)):
         problem = None
         try:
             entry = verify(store.files, name)
             if not store.usable(entry):
                 problem = f"what it builds on ({entry.parent}) is gone"
+        except FileNotFoundError:
+            print(f"{name[:40]}: was deleted meanwhile")
         except (FileFormatError, OSError) as error:
             problem = str(error)
         if problem is not None:
@@ -142,9 +150,10 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
 
 
 def _prune(store: Store, options: argparse.Namespace) -> int:
-    gone = store.prune(options.size)
-    print(f"{len(gone)} entries deleted, {_bytes(store.total())} left")
-    return 0 if store.total() <= options.size else 1
+    gone, left = store.prune(options.size), store.total()
+    rest = "" if left <= options.size else " in the index and files that are no entries"
+    print(f"{len(gone)} entries deleted, {_bytes(left)} left{rest}")
+    return 0
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
@@ -161,13 +170,20 @@ def _import(store: Store, options: argparse.Namespace) -> int:
 
 def _find(store: Store, key: str) -> Entry:
     """The entry whose key begins so. Raises Ds4Error."""
+    name = _name(store, key)
+    entry = store.get(name)
+    if entry is None:
+        raise Ds4Error(f"{name[:40]} cannot be read; verify says why")
+    return entry
+
+
+def _name(store: Store, key: str) -> str:
+    """The name of the entry, or of the damaged file, whose key begins so. Raises Ds4Error."""
     key = key.removesuffix(".kv")
-    found = [entry for entry in store.entries() if key and entry.name.startswith(key)]
+    names = [*(entry.name for entry in store.entries()), *store.broken()]
+    found = [name for name in names if key and name.startswith(key)]
     if len(found) != 1:
-        damaged = [name for name in store.broken() if name.startswith(key)]
-        what = "more than one entry has" if found else "a damaged file has" if damaged else "no entry has"
-        raise Ds4Error(f"{what} a key that begins with {key!r}")
-    assert is_file_name(found[0].name)
+        raise Ds4Error(f"{'more than one entry has' if found else 'no entry has'} a key that begins with {key!r}")
     return found[0]
 
 

@@ -50,7 +50,8 @@ class Files:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise Ds4Error(f"the directory {self.path} cannot be used: {error.strerror or error}") from None
+            what = "it is no directory" if isinstance(error, FileExistsError) else error.strerror or error
+            raise Ds4Error(f"the directory {self.path} cannot be used: {what}") from None
         try:
             self._check_own(self._fd, used=not create)
         except BaseException:
@@ -62,9 +63,13 @@ class Files:
         """That nobody else may look into it, and nothing else is kept in it."""
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
-            raise Ds4Error(f"the directory {self.path} belongs to another user; prompts would not be safe there")
+            raise Ds4Error(
+                f"the directory {self.path} belongs to another user (number {status.st_uid}); prompts would not be safe"
+                " there: give another one, or run this as that user"
+            )
         names = os.listdir(fd)
         ours = any(name == LOCK_NAME or is_file_name(name) or _TEMPORARY.fullmatch(name) for name in names)
+        ours = ours or set(names) == {INDEX_NAME}
         if used and not ours:
             raise Ds4Error(f"the directory {self.path} cannot be used: no conversations are stored there")
         if names and not ours:

@@ -37,6 +37,7 @@ class Index:
         try:
             with connection:
                 connection.execute("PRAGMA synchronous = OFF")
+                connection.execute("PRAGMA auto_vacuum = FULL")  # of a new file: it shrinks with what it says
                 connection.execute(
                     "CREATE TABLE IF NOT EXISTS entry"
                     " (name TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, version INTEGER, value TEXT)"

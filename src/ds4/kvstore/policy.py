@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -47,25 +48,33 @@ def score(entry: Candidate, now: float) -> float:
 
 
 def choose_victims(
-    entries: Mapping[str, Candidate], excess: int, protected: Collection[str], now: float
+    entries: Mapping[str, Candidate], excess: int, protected: Collection[str], now: float, all_the_same: bool = False
 ) -> list[Candidate] | None:
     """The entries that leave so that `excess` bytes become free, in order; None if that is not possible.
 
-    One that others build on leaves after them: without it they are worth nothing.
+    One that others build on leaves after them: without it they are worth nothing. `all_the_same`: what can leave does,
+    though it may not be enough.
     """
     children: dict[str, int] = {}
     for entry in entries.values():
         if entry.parent is not None and entry.usable:
             children[entry.parent] = children.get(entry.parent, 0) + 1
-    left, victims = dict(entries), []
+
+    def ranked(entry: Candidate) -> tuple[float, int, str]:
+        return score(entry, now), entry.used, entry.name
+
+    free = [ranked(e) for e in entries.values() if not children.get(e.name) and e.name not in protected]
+    heapq.heapify(free)
+    victims: list[Candidate] = []
     while excess > 0:
-        free = [e for e in left.values() if not children.get(e.name) and e.name not in protected]
         if not free:
-            return None
-        victim = min(free, key=lambda e: (score(e, now), e.used, e.name))
-        del left[victim.name]
+            return victims if all_the_same else None
+        victim = entries[heapq.heappop(free)[2]]
         if victim.parent is not None and victim.usable:
             children[victim.parent] -= 1
+            parent = entries.get(victim.parent)
+            if parent is not None and not children[victim.parent] and parent.name not in protected:
+                heapq.heappush(free, ranked(parent))
         victims.append(victim)
         excess -= victim.size
     return victims

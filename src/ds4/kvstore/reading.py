@@ -220,9 +220,14 @@ def open_fd(fd: int, name: str) -> OpenEntry:
 def verify(files: Files, name: str) -> Entry:
     """Read all of an entry and check every byte. Raises FileFormatError or OSError."""
     with opened(files, name) as found:
-        found.key()
-        for i in range(len(found.head.sections)):
-            found.check(i)
-        found.meta()
-        found.turns()
-        return found.entry()
+        return verify_open(found)
+
+
+def verify_open(found: OpenEntry) -> Entry:
+    """As `verify`, for an entry that is open."""
+    found.key()
+    for i in range(len(found.head.sections)):
+        found.check(i)
+    found.meta()
+    found.turns()
+    return found.entry()

@@ -99,7 +99,7 @@ class Store:
             self._keep(read, self._rows.keys() - self._entries.keys())
             self._rows = {}
             if self.budget is not None and not self._make_room(0, (), b""):
-                log.warning("the files of %s do not fit %d bytes", self.files.path, self.budget)
+                log.warning("other files in %s take more than the %d bytes for all", self.files.path, self.budget)
 
     def close(self) -> None:
         """Forget the directory."""
@@ -408,17 +408,17 @@ class Store:
             os.close(fd)
 
     def adopt(
-        self, name: str, size: int, pieces: Iterable[tuple[int, bytes]], check: Callable[[Files, str], Entry]
+        self, name: str, size: int, pieces: Iterable[tuple[int, bytes]], check: Callable[[int, str], Entry]
     ) -> Entry:
-        """Take in a whole file from elsewhere, given as pieces with their offsets; `check` reads all of it.
+        """Take in a whole file from elsewhere, given as pieces with their offsets.
+
+        `check` reads all of the copy, from a descriptor, before anybody else can see it.
 
         Raises:
             Ds4Error: it is there already, damaged, or does not fit the budget.
         """
         with self.files.lock():
-            self._scan()
-            if self.get(name) is not None:
-                raise Ds4Error(f"{name} is here already")
+            self._refuse_twice(name)
             if not self._make_room(size, (), b""):
                 raise Ds4Error(f"{size} bytes do not fit the budget")
             fd, temporary = self.files.create(name, size)
@@ -426,13 +426,10 @@ class Store:
             for at, piece in pieces:
                 self.files.write(fd, piece, at)
             self.files.sync(fd)
+            entry = check(fd, name)
             with self.files.lock():
+                self._refuse_twice(name)
                 self.files.commit(temporary, name)
-                try:
-                    entry = check(self.files, name)
-                except BaseException:
-                    self.files.remove(name)
-                    raise
                 with self._lock:
                     self._entries[name] = entry
                 self._keep([entry])
@@ -440,6 +437,11 @@ class Store:
         finally:
             self.files.discard(temporary)
             os.close(fd)
+
+    def _refuse_twice(self, name: str) -> None:
+        self._scan()
+        if self.get(name) is not None:
+            raise Ds4Error(f"{name} is here already")
 
     def _seconds(self) -> int:
         return max(int(self._now()), 0)
@@ -470,14 +472,16 @@ class Store:
             before = self.entries()
             kept, self.budget = self.budget, budget
             try:
-                if not self._make_room(0, (), b""):
-                    log.warning("the files of the directory do not fit %d bytes", budget)
+                self._make_room(0, (), b"")
             finally:
                 self.budget = kept
             return [entry for entry in before if self.get(entry.name) is None]
 
     def _make_room(self, size: int, protected: Collection[str], incoming: bytes) -> bool:
-        """Let entries leave until `size` bytes fit. The lock is held. False: that is not possible."""
+        """Let entries leave until `size` bytes fit. The lock is held.
+
+        False: that is not possible. Then all of them stay if a new file is to be made, and all leave that can if not.
+        """
         if self.budget is None:
             return True
         files = self.files.scan()
@@ -485,9 +489,9 @@ class Store:
         excess = sum(file.size for file in files) + size + (size // 100 + (64 << 10) if size else 0) - self.budget
         if excess <= 0:
             return True
-        victims = self._victims(files, excess, protected, incoming)
+        victims = self._victims(files, excess, protected, incoming, not size)
         while victims is not None and any(self._used_elsewhere(v.name) for v in victims):
-            victims = self._victims(files, excess, protected, incoming)
+            victims = self._victims(files, excess, protected, incoming, not size)
         if victims is None:
             return False
         leaving = [self.get(victim.name) for victim in victims]
@@ -497,10 +501,10 @@ class Store:
         for entry in leaving:
             if entry is not None:
                 self._evicted(entry)
-        return True
+        return sum(victim.size for victim in victims) >= excess
 
     def _victims(
-        self, files: list[Found], excess: int, protected: Collection[str], incoming: bytes
+        self, files: list[Found], excess: int, protected: Collection[str], incoming: bytes, all_the_same: bool
     ) -> list[Candidate] | None:
         with self._lock:
             prefixes = {entry.name for entry in self.lookup(incoming)} if incoming else set()
@@ -516,4 +520,4 @@ class Store:
         for file in files:
             if file.name in self._broken:
                 candidates[file.name] = Candidate(file.name, Reason.UNKNOWN, 0, file.size, 0, 0, usable=False)
-        return choose_victims(candidates, excess, protected, self._now())
+        return choose_victims(candidates, excess, protected, self._now(), all_the_same)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from ds4.errors import Ds4Error, FileFormatError
 from ds4.kvstore.container import HEADER_BYTES, Flags, file_name, pack_tool_map
 from ds4.kvstore.disk import read_exactly
 from ds4.kvstore.payload import NO_PARENT, TOKENS, PayloadHead, Section, head_size
-from ds4.kvstore.reading import Entry, OpenEntry, open_fd, verify
+from ds4.kvstore.reading import Entry, OpenEntry, open_fd, verify_open
 from ds4.kvstore.store import Store
 
 _PIECE = 8 << 20
@@ -25,15 +27,20 @@ def export_entry(store: Store, entry: Entry, path: Path) -> int:
     Raises:
         Ds4Error: a part is damaged or not there, or the file exists.
     """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        out = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        out = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise Ds4Error(f"{path} cannot be written: {error.strerror or error}") from None
     try:
         with store.open_chain(entry) as chain:
-            return _join(chain, out)
+            size = _join(chain, out)
+        os.rename(part, path)
+        return size
     except BaseException as error:
-        os.unlink(path)
+        os.unlink(part)
         if isinstance(error, FileFormatError | OSError):
             raise Ds4Error(f"{entry.name} cannot be exported: {error}") from None
         raise
@@ -86,7 +93,7 @@ def import_entry(store: Store, path: Path) -> Entry:
         if found.head.start:
             raise FileFormatError("it builds on other entries; export writes files that do not")
         name = found.name = file_name(read_exactly(fd, found.key_bytes, HEADER_BYTES + 4))
-        return store.adopt(name, found.size, _pieces(fd, found.size), verify)
+        return store.adopt(name, found.size, _pieces(fd, found.size), lambda fd, name: verify_open(open_fd(fd, name)))
     except (FileFormatError, OSError) as error:
         raise Ds4Error(f"{path} cannot be imported: {error}") from None
     finally:
