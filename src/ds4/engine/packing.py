@@ -22,7 +22,7 @@ from ds4.engine.session import Snapshot
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.gguf.file import Identity
 from ds4.gguf.shape import Shape
-from ds4.model.cache import Checkpoint, RowFormat, key_format, kv_format
+from ds4.model.cache import Checkpoint, PlaneKey, RowFormat, key_format, kv_format
 
 PACKING_VERSION = 1
 """Part of the fingerprint: another one as soon as the meaning of a section changes."""
@@ -87,13 +87,13 @@ class Target(NamedTuple):
     """Where the bytes of segments go.
 
     Attributes:
-        sinks: for each section that is needed, where its bytes go. For sections of kinds in `APPENDED` that are the
-            bytes of all segments, one behind the other, for others those of the last one.
+        sinks: for the sections that are needed, where their bytes go, those of several sections one behind the other.
+            For a section of a kind in `APPENDED` that are the bytes of all segments, for others those of the last one.
         finish: gives what `Session.import_state` takes with the tokens, once all of that is done.
         abandon: gives back what is not going to be finished.
     """
 
-    sinks: dict[SectionKey, Sink]
+    sinks: dict[tuple[SectionKey, ...], Sink]
     finish: Callable[[Sequence[int]], Any]
     abandon: Callable[[], None] = lambda: None
 
@@ -126,7 +126,13 @@ class StateCodec(Protocol):
 class Receiver(Protocol):
     """The compressed rows of a state that comes from elsewhere (see `ds4.model.cache.ReceivedRows`)."""
 
-    def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]: ...
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+        """Planes whose rows come one behind the other, and what makes the pieces that they go to; all planes in all.
+
+        A piece is rows of one plane, [rows, width]; who asks for the next one has filled the last. Threads may fill
+        different bundles.
+        """
+        ...
 
     def exported(self, checkpoint: Checkpoint) -> Any: ...
 
@@ -274,18 +280,19 @@ def target(shape: Shape, segments: Sequence[Segment], receive: Callable[[int], R
             )
     rows = receive(position)
     tensors: dict[SectionKey, Tensor] = {}
-    sinks: dict[SectionKey, Sink] = {}
+    sinks: dict[tuple[SectionKey, ...], Sink] = {}
+    for planes, pieces in rows.bundles():
+        keys = tuple(SectionKey(_ROW_KINDS[kind], layer, plane) for layer, kind, plane in planes)
+        sinks[keys] = partial(_row_buffers, pieces)
     for key, (_, size, dtype) in wanted.items():
-        if key.kind in _ROW_NAMES:
-            sinks[key] = partial(_row_buffers, rows, key)
-        else:
+        if key.kind not in _ROW_NAMES:
             tensors[key] = torch.empty(size, dtype=dtype)
-            sinks[key] = partial(_buffer, tensors[key])
+            sinks[key,] = partial(_buffer, tensors[key])
     return Target(sinks, lambda tokens: rows.exported(_checkpoint(shape, position, tensors)), rows.release)
 
 
-def _row_buffers(rows: Receiver, key: SectionKey) -> Buffers:
-    for piece in rows.pieces(key.layer, _ROW_NAMES[key.kind], key.plane):
+def _row_buffers(pieces: Callable[[], Iterator[Tensor]]) -> Buffers:
+    for piece in pieces():
         yield _bytes(piece)
 
 

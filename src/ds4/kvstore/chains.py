@@ -6,7 +6,7 @@ import contextlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class Chains:
 
     def __init__(self, files: Files, condemn: Callable[[str, int, FileFormatError], None]) -> None:
         self._files, self._condemn = files, condemn
+        self._readers = ThreadPoolExecutor(_THREADS, "ds4-read")  # starts its threads when they are needed
+
+    def close(self) -> None:
+        """End the threads that read."""
+        self._readers.shutdown(wait=False)
 
     @contextlib.contextmanager
     def opened(self, entries: Sequence[Entry]) -> Iterator[list[OpenEntry]]:
@@ -93,7 +98,9 @@ class Chains:
             target = codec.target([part.head.segment for part in chain])
         try:
             sources = _sources(chain)
-            self._fill_all([(sources[key], sink) for key, sink in target.sinks.items()])
+            self._fill_all(
+                [([part for key in keys for part in sources[key]], sink) for keys, sink in target.sinks.items()]
+            )
             with self._blaming(leaf.name, leaf.fd):
                 return stored, target.finish(stored.tokens)
         except BaseException:
@@ -102,16 +109,21 @@ class Chains:
 
     def _fill_all(self, work: list[tuple[list[tuple[OpenEntry, int]], Sink]]) -> None:
         sizes = [sum(part.head.sections[i].size for part, i in sources) for sources, _ in work]
-        alone = sum(sizes) < _ONE_THREAD_BYTES
-        with contextlib.nullcontext() if alone else ThreadPoolExecutor(_THREADS) as pool:
-            begun = []
+        alone, begun = sum(sizes) < _ONE_THREAD_BYTES, []
+        try:
             for task, size in sorted(zip(work, sizes, strict=True), key=lambda item: -item[1]):
-                if pool is None or size < _SMALL_BYTES:
+                if alone or size < _SMALL_BYTES:
                     self._fill(*task)
                 else:
-                    begun.append(pool.submit(self._fill, *task))
+                    begun.append(self._readers.submit(self._fill, *task))
             for done in begun:
                 done.result()
+        except BaseException:
+            for done in begun:
+                done.cancel()
+            raise
+        finally:
+            wait(begun)  # what they write to is not theirs afterwards
 
     def _fill(self, sources: list[tuple[OpenEntry, int]], sink: Sink) -> None:
         """Read sections one behind the other into buffers, and check them."""

@@ -103,6 +103,7 @@ class Store:
 
     def close(self) -> None:
         """Forget the directory."""
+        self._chains.close()
         self.files.close()
 
     # -- what there is -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ PAGE_ROWS = 64
 _PIECE_ROWS = 16_384  # of a held plane that are gathered at once
 
 Planes = tuple[Tensor, ...]
+PlaneKey = tuple[int, str, int]
+"""Which plane: its layer, its kind ("rows" or "keys"), its number."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +241,11 @@ class ReceivedRows:
                 how = cache.row_format if kind == "rows" else cache.key_format
                 self._rows[layer, kind] = how.empty(length // cache.shape.ratios[layer])
 
-    def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]:
-        """Where the rows of a plane go, [rows, width] in pieces; who asks for the next one has filled the last."""
-        yield self._rows[layer, kind][plane]
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+        """See `ds4.engine.packing.Receiver`: here each plane is whole and by itself."""
+        for (layer, kind), planes in self._rows.items():
+            for plane, rows in enumerate(planes):
+                yield ((layer, kind, plane),), partial(iter, [rows])
 
     def exported(self, checkpoint: Checkpoint) -> ExportedState:
         """The whole state, once all rows are there."""

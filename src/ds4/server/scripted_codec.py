@@ -65,7 +65,7 @@ class ScriptedCodec:
             checkpoint = ScriptedCheckpoint(len(tokens), bytes(min(len(tokens), 128) * self._kv_bytes))
             return ScriptedExport(0, checkpoint, tuple(tokens), bytes(len(tokens) * self._kv_bytes), extra)
 
-        return Target({key: partial(_one, buffer) for key, buffer in buffers.items()}, finish)
+        return Target({(key,): partial(_one, buffer) for key, buffer in buffers.items()}, finish)
 
 
 def _one(buffer: memoryview) -> Buffers:

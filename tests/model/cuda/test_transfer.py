@@ -20,7 +20,7 @@ from ds4.kvstore.disk import Files
 from ds4.kvstore.reading import Entry
 from ds4.kvstore.store import NewState, Store
 from ds4.model.cache import KVCache
-from ds4.model.cuda.pool import DeviceCache, DeviceState
+from ds4.model.cuda.pool import DeviceCache, DeviceState, plane_specs
 from ds4.model.cuda.transfer import Lanes
 from tests.helpers import SMALL
 from tests.model.cuda.test_pool import Pair, check_equal, device_cache
@@ -142,6 +142,23 @@ def test_states_come_back_from_segments(
     back = plain.new_state()
     back.import_state(exported)
     check_equal(back.export(), pair.there.export())
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 256, 1500])
+def test_small_planes_share_a_way(tokens: int) -> None:
+    cache = pair_of("cpu").there.cache
+    bundles = [planes for planes, _ in cache.receive(tokens).bundles()]
+    planes = sorted(plane for bundle in bundles for plane in bundle)
+    assert planes == sorted(
+        (layer, kind, plane)
+        for layer in cache.layers
+        for kind in cache.kinds(layer)
+        for plane in range(len(plane_specs(SMALL, kind)))
+    )
+    for bundle in bundles:
+        assert len({(SMALL.ratios[layer], kind, plane) for layer, kind, plane in bundle}) == 1
+    assert len(bundles) < len(planes)
+    assert max(map(len, bundles)) > 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -82,7 +82,7 @@ class PagePool:
         device: torch.device | str,
         pages: int,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, self.layers = torch.device(device), tuple(layers)
         self._offsets: dict[tuple[int, str], tuple[tuple[int, PlaneSpec], ...]] = {}
         size = 0
         for layer in layers:
@@ -172,10 +172,22 @@ class PagePool:
         offset, spec = self._offsets[layer, kind][plane]
         return self._records[:, offset : offset + PAGE_ROWS * spec.nbytes].view(torch.int64)
 
-    def raw(self, layer: int, kind: str, plane: int) -> Tensor:
-        """A plane as bytes, uint8 [pages, 64, bytes of a row]; it shares the pool's memory."""
-        offset, spec = self._offsets[layer, kind][plane]
-        return self._records[:, offset : offset + PAGE_ROWS * spec.nbytes].view(-1, PAGE_ROWS, spec.nbytes)
+    def plane_kinds(self) -> Iterator[tuple[str, int, PlaneSpec]]:
+        """The planes that each layer has: the kind of their rows, their number, and what they are."""
+        for layer, kind in self._offsets:
+            if layer == self.layers[0]:
+                for plane, (_, spec) in enumerate(self._offsets[layer, kind]):
+                    yield kind, plane, spec
+
+    def raw(self, layers: Sequence[int], kind: str, plane: int) -> Tensor:
+        """A plane of some layers that follow one another here, as bytes, uint8 [pages, layers, 64, bytes of a row].
+
+        It shares the pool's memory.
+        """
+        offset, spec = self._offsets[layers[0], kind][plane]
+        pages, between = self._records.shape[0], self.page_bytes // len(self.layers)
+        strides = (self.page_bytes, between, spec.nbytes, 1)
+        return self._records.as_strided((pages, len(layers), PAGE_ROWS, spec.nbytes), strides, offset)
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Records of pages, uint8 [pages, page_bytes] on the host."""

@@ -13,20 +13,22 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds4.errors import Ds4Error
-from ds4.model.cache import PAGE_ROWS, Checkpoint, ExportedState
+from ds4.model.cache import PAGE_ROWS, Checkpoint, ExportedState, PlaneKey
 
 if TYPE_CHECKING:
     from ds4.model.cuda.pool import DeviceCache, PagePool
 
-LANES = min(8, os.cpu_count() or 1)
+MOST_LANES = 8
+LANES = min(MOST_LANES, os.cpu_count() or 1)
 LANE_BYTES = 4 << 20
 
 
@@ -65,17 +67,19 @@ class Lane:
             self.host[:size].copy_(self.device[:size], non_blocking=True)
         return self.host[:size]
 
-    def send(self, plane: Tensor, pages: Tensor, first: int, count: int, used: int, event: Any) -> None:
-        """Scatter the pinned buffer into pages of a plane, uint8 [pages, 64, bytes], the first `used` bytes of rows.
+    def send(self, planes: Tensor, pages: Tensor, event: Any) -> None:
+        """Scatter the pinned buffer into pages of a plane of some layers.
 
         Args:
-            pages: int64, on the device; `count` of them from `first` on.
+            planes: uint8 [pages of the pool, layers, 64, bytes]; the buffer holds [layers, pages, 64, bytes].
+            pages: int64, on the device.
         """
-        size = count * PAGE_ROWS * used
+        _, layers, rows, width = planes.shape
+        size = len(pages) * layers * rows * width
         with self._behind(event):
             self.device[:size].copy_(self.host[:size], non_blocking=True)
-            fresh = self.device[:size].view(count, PAGE_ROWS, used)
-            plane[:, :, :used].index_copy_(0, pages[first : first + count], fresh)
+            fresh = self.device[:size].view(layers, len(pages), rows, width)
+            planes.index_copy_(0, pages, fresh.transpose(0, 1))
 
 
 def _index(pages: Sequence[int], device: torch.device) -> Tensor:
@@ -83,10 +87,14 @@ def _index(pages: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Lanes:
-    """The lanes of a device; who needs one waits until one is free."""
+    """The lanes of a device; who needs one waits until one is free.
+
+    Attributes:
+        size, nbytes: bytes of a buffer, and of those of all lanes, on the host as on the device.
+    """
 
     def __init__(self, device: torch.device, count: int = LANES, size: int = LANE_BYTES) -> None:
-        self.size = size
+        self.size, self.nbytes = size, count * size
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         launching = threading.Lock()
         for _ in range(count):
@@ -175,7 +183,7 @@ def _release(pools: dict[int, PagePool], held: dict[int, list[int]]) -> None:
 class ReceivedPages:
     """Fresh pages for the rows of a state that comes from elsewhere, as its bytes arrive.
 
-    Made by the thread that steps. Other threads may fill different planes.
+    Made by the thread that steps. Other threads may fill different bundles.
     """
 
     def __init__(self, cache: DeviceCache, length: int) -> None:
@@ -192,23 +200,35 @@ class ReceivedPages:
         # Whoever had the pages before may still be at work in them.
         self._taken = now(cache.device)
 
-    def pieces(self, layer: int, kind: str, plane: int) -> Iterator[Tensor]:
-        """Where the rows of a plane go, [rows, width] in pieces; who asks for the next one has filled the last."""
-        ratio = self.cache.shape.ratios[layer]
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+        """See `ds4.engine.packing.Receiver`: a bundle is one plane of as many layers as go through a lane at once.
+
+        Each call for the device costs as much as some hundred KiB, and the planes of short states are small.
+        """
+        for ratio, pool in self.cache.pools.items():
+            for kind, plane, spec in pool.plane_kinds():
+                whole = len(self._indices[ratio]) * PAGE_ROWS * spec.used * spec.dtype.itemsize
+                most = max(1, self.cache.lanes.size // whole) if whole else len(pool.layers)
+                for first in range(0, len(pool.layers), most):
+                    layers = pool.layers[first : first + most]
+                    yield tuple((i, kind, plane) for i in layers), partial(self._pieces, ratio, layers, kind, plane)
+
+    def _pieces(self, ratio: int, layers: Sequence[int], kind: str, plane: int) -> Iterator[Tensor]:
+        """Where the rows of a plane of some layers go; of several layers all of it goes through a lane at once."""
         pool, lanes, pages = self.cache.pools[ratio], self.cache.lanes, self._indices[ratio]
-        rows = self._length // ratio
-        spec = pool.spec(layer, kind, plane)
+        spec, rows = pool.spec(layers[0], kind, plane), self._length // ratio
         used = spec.used * spec.dtype.itemsize
-        target, most = pool.raw(layer, kind, plane), lanes.pages(used)
+        target, most = pool.raw(layers, kind, plane)[..., :used], lanes.pages(used)
         with lanes.one() as lane:
             for at in range(0, len(pages), most):
-                some = min(most, len(pages) - at)
-                count = min(rows - at * PAGE_ROWS, some * PAGE_ROWS)
-                if count < some * PAGE_ROWS:
-                    # What nobody reads must be no garbage: a weight of 0 does not help against what is no number.
-                    lane.host[count * used : some * PAGE_ROWS * used].zero_()
-                yield lane.host[: count * used].view(spec.dtype).view(count, spec.used)
-                lane.send(target, pages, at, some, used, self._taken)
+                some = pages[at : at + most]
+                count = min(rows - at * PAGE_ROWS, len(some) * PAGE_ROWS)
+                host = lane.host[: len(layers) * len(some) * PAGE_ROWS * used].view(len(layers), -1)
+                # What nobody reads must be no garbage: a weight of 0 does not help against what is no number.
+                host[:, count * used :].zero_()
+                for row in host:
+                    yield row[: count * used].view(spec.dtype).view(count, spec.used)
+                lane.send(target, some, self._taken)
 
     def exported(self, checkpoint: Checkpoint) -> ExportedPages:
         """The whole state, once all rows are there."""
