@@ -31,6 +31,7 @@ from ds4.model.cuda.plan import (
 )
 from ds4.model.cuda.plan import row_bytes as kv_row_bytes
 from ds4.model.cuda.plan_text import size
+from ds4.model.cuda.transfer import LANE_BYTES, MOST_LANES, Lanes
 from ds4.ops.kernels.planes import allocate
 
 Q2 = {"gate": T.IQ2_XXS, "up": T.IQ2_XXS, "down": T.Q2_K}
@@ -266,6 +267,17 @@ def test_everything_together_is_the_last_resort():
     hopeless = plan().verdict(85.5)
     assert not hopeless.fits
     assert "no room to work" in hopeless.advice[-1]
+
+
+def test_buffers_of_states_on_disk_are_counted():
+    lanes = MOST_LANES * LANE_BYTES
+    assert [(i.place, i.nbytes) for i in plan().items if "disk" in i.name or "disk" in i.detail] == [
+        ("host", lanes),
+        ("card", lanes),
+    ]
+    assert Lanes(torch.device("cpu")).nbytes <= lanes == 32 << 20
+    without = replace(plan(), items=tuple(i for i in plan().items if i.name != "states on their way to disk"))
+    assert plan().card_bytes - without.card_bytes == lanes
 
 
 def test_other_recipes():

@@ -18,6 +18,7 @@ from ds4.gguf.file import open_model
 from ds4.gguf.header import TensorInfo
 from ds4.gguf.shape import Shape
 from ds4.model.cuda.plan_text import plan_table, size
+from ds4.model.cuda.transfer import LANE_BYTES, MOST_LANES
 from ds4.ops.kernels.planes import Iq2Layout, planes_nbytes
 
 GIB = 1 << 30
@@ -379,6 +380,7 @@ def _checkpoints(shape: Shape, options: Options) -> list[Item]:
     return [
         Item("host memory", "checkpoints", options.checkpoint_bytes, detail, "host"),
         Item("host memory", "pinned, while loading", 2 * _STAGE, "two pieces of the weights on their way", "host"),
+        Item("host memory", "pinned, for states on disk", MOST_LANES * LANE_BYTES, "with --kv-disk-dir", "host"),
     ]
 
 
@@ -493,6 +495,7 @@ def _decode(shape: Shape, options: Options) -> list[Item]:
         Item(part, "sampling", sampling_bytes(s, rows), f"{rows} rows"),
         Item(part, "activations of steps", scratch + ring, f"of 1 to {BUCKETS[-1]} rows"),
         Item(part, "index scores", 4 * BUCKETS[-1] * keys, f"{BUCKETS[-1]} rows x {keys:,} keys"),
+        Item(part, "states on their way to disk", MOST_LANES * LANE_BYTES, "counted without --kv-disk-dir as well"),
         Item(part, "CUDA graphs", nodes * _NODE, f"estimate: steps of {steps} rows, {nodes:,} kernels"),
         Item(part, "CUDA context", _CONTEXT, "estimate"),
     ]
