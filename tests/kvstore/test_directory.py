@@ -53,6 +53,13 @@ def test_a_directory_of_which_only_the_index_is_left_is_taken(tmp_path: Path) ->
     assert open_store(tmp_path, ENGINE).entries() == []
 
 
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path.parent / "elsewhere")
+    with pytest.raises(Ds4Error, match="cannot be used: lock: "):
+        open_store(tmp_path, ENGINE)
+    assert not (tmp_path.parent / "elsewhere").exists()
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(Ds4Error, match="it is no directory"):

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ds4.engine.packing import StateCodec
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.kvstore.chains import Chains, StoredState
 from ds4.kvstore.container import Header, Reason, ToolTurn, file_name, is_file_name
-from ds4.kvstore.disk import INDEX_NAME, Files, Found
+from ds4.kvstore.disk import INDEX_NAME, LOCK_NAME, Files, Found
 from ds4.kvstore.index import Index
 from ds4.kvstore.payload import token_digest
 from ds4.kvstore.policy import Candidate, choose_victims
@@ -85,7 +85,8 @@ class Store:
         try:
             self._begin()
         except OSError as error:
-            raise Ds4Error(f"the directory {files.path} cannot be used: {error.strerror or error}") from None
+            where = f"{error.filename}: " if error.filename == LOCK_NAME else ""
+            raise Ds4Error(f"the directory {files.path} cannot be used: {where}{error.strerror or error}") from None
 
     def _begin(self) -> None:
         with self.files.lock():
@@ -171,12 +172,15 @@ class Store:
         wanted = "" if self.codec is None else self.codec.fingerprint.hex()
         return (e for e in self._entries.values() if e.fingerprint == wanted and e.tokens < self._context)
 
-    def _chain(self, entry: Entry) -> list[Entry] | None:
-        """The entries that make a state, from its beginning; None if one is missing or is another one by now."""
-        chain = [entry]
+    def _chain(self, entry: Entry, entries: Mapping[str, Entry] | None = None) -> list[Entry] | None:
+        """The entries that make a state, from its beginning; None if one is missing or is another one by now.
+
+        `entries`: where to look for them; None: those of now.
+        """
+        entries, chain = self._entries if entries is None else entries, [entry]
         while chain[-1].parent is not None:
             last = chain[-1]
-            parent = self._entries.get(last.parent or "")
+            parent = entries.get(last.parent or "")
             if parent is None or (parent.id, parent.tokens) != (last.parent_id, last.start) or len(chain) >= MAX_CHAIN:
                 return None
             chain.append(parent)
@@ -507,17 +511,18 @@ class Store:
     def _victims(
         self, files: list[Found], excess: int, protected: Collection[str], incoming: bytes, all_the_same: bool
     ) -> list[Candidate] | None:
-        with self._lock:
-            prefixes = {entry.name for entry in self.lookup(incoming)} if incoming else set()
-            candidates = {
-                entry.name: Candidate(
-                    entry.name, entry.reason, entry.tokens - entry.start, entry.size, entry.hits, entry.used,
-                    entry.parent,
-                    superseded=entry.reason == Reason.CONTINUED and entry.name in prefixes,
-                    usable=self._chain(entry) is not None,
-                )
-                for entry in self._entries.values()
-            }  # fmt: skip
+        prefixes = {entry.name for entry in self.lookup(incoming)} if incoming else set()
+        with self._lock:  # for no longer: the engine may wait for it
+            entries = dict(self._entries)
+        candidates = {
+            entry.name: Candidate(
+                entry.name, entry.reason, entry.tokens - entry.start, entry.size, entry.hits, entry.used,
+                entry.parent,
+                superseded=entry.reason == Reason.CONTINUED and entry.name in prefixes,
+                usable=self._chain(entry, entries) is not None,
+            )
+            for entry in entries.values()
+        }  # fmt: skip
         for file in files:
             if file.name in self._broken:
                 candidates[file.name] = Candidate(file.name, Reason.UNKNOWN, 0, file.size, 0, 0, usable=False)
