@@ -19,7 +19,7 @@ from ds4.evals.score import Results, Score
 from ds4.gguf.file import embedded_model_path
 from tests.cli.conftest import Screen
 
-_FLAGS_OF_TOOLS = {"--file", "--reference", "--out", "--expert-sets", "--sparse"}
+_FLAGS_OF_TOOLS = {"--file", "--reference", "--out", "--experts", "--expert-sets", "--sparse"}
 
 DOCS = Path(__file__).parents[2] / "docs"
 
