@@ -100,6 +100,17 @@ def test_what_servers_delete_meanwhile_is_no_error(
     assert "2 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")
 
 
+def test_notes_and_times_that_make_no_sense_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, session = open_store(tmp_path / "kv", ENGINE, now=lambda: 2.0**63), ENGINE.session()
+    for n, noted in enumerate([[["front", float("inf"), "x"], ["bare", 7, "y"], 3], 5, {"a": 1}]):
+        session.sync(tokens(5 + n))
+        entry = save(store, session, meta={"ways": noted})
+        assert entry is not None
+        assert entry.ways == ((("bare", 7, "y"),) if n == 0 else ())
+    assert "seconds after 1970" in say(capsys, 0, "show", tmp_path / "kv", entry.name)
+    assert "3 entries" in say(capsys, 0, "list", tmp_path / "kv")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_texts_are_printed_as_far_as_the_output_can(tmp_path: Path, encoding: str) -> None:
     store, session = open_store(tmp_path / "kv", ENGINE), ENGINE.session()

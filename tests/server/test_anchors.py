@@ -57,6 +57,7 @@ def test_nonsense_is_left_out(meta: dict[str, Any]) -> None:
         {"held": -1},
         {"tokens": "many"},
         {"tokens": 0},
+        {"opened": float("inf")},
         {"calls": [["a"]]},
         {"extra": None},
         {"extra": [100]},

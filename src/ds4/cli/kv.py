@@ -115,8 +115,8 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "model": f"{_MODELS.get(entry.model, 'other')}, {_experts(entry)}, fingerprint {entry.fingerprint}",
         "context": entry.context,
         "hits": entry.hits,
-        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created)),
-        "last used": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.used)),
+        "created": _date(entry.created),
+        "last used": _date(entry.used),
         "tool calls": sum(len(turn.calls) for turn in store.turns(entry)),
         "text": _text(store, entry, 400),
     }
@@ -218,6 +218,13 @@ def _bytes(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f}{unit}" if unit == "B" or value >= 100 else f"{value:.1f}{unit}"
+
+
+def _date(moment: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):
+        return f"{moment} seconds after 1970"
 
 
 def _age(moment: int) -> str:

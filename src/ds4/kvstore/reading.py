@@ -169,8 +169,9 @@ class OpenEntry:
         """What is known of it. Raises FileFormatError."""
         head, header = self.head, self.header
         ways = []
-        for way in self.meta().get("ways", ()):
-            with contextlib.suppress(TypeError, ValueError):
+        noted = self.meta().get("ways")
+        for way in noted if isinstance(noted, list) else ():
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
                 which, length, hash = way
                 ways.append((str(which), int(length), str(hash)))
         return Entry(

@@ -42,7 +42,7 @@ def read_anchors(meta: Mapping[str, Any], tokens: int, vocab: int) -> list[Ancho
     found: list[Anchor] = []
     values = meta.get("anchors")
     for value in values if isinstance(values, list) else ():
-        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
+        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, OverflowError):
             anchor = Anchor(
                 front=_read_prefix(value["front"]),
                 bare=_read_prefix(value["bare"]),
