@@ -52,7 +52,9 @@ def test_what_is_never_written_is_listed(narrowed: str) -> None:
 
 
 def test_lines_that_troubleshooting_explains_are_those_of_the_log() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src/ds4/server").glob("*.py")))
+    rooms = ("server", "kvstore", "model/cuda")
+    files = [path for room in rooms for path in sorted((ROOT / "src/ds4" / room).glob("*.py"))]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
     page = read("docs/troubleshooting.md")
     for line in (
         "cannot start: ",
@@ -75,6 +77,15 @@ def test_lines_that_troubleshooting_explains_are_those_of_the_log() -> None:
         "the trace ends here, as its file cannot be written",
         "shutting down; a second signal exits at once",
         "unknown endpoint",
+        " holds other files",
+        " belongs to another user",
+        "the disk is full",
+        " bytes do not fit the budget",
+        "other files in ",
+        " is deleted: ",
+        " is ignored: ",
+        " wait to be written",
+        "the pages of the state were needed by another conversation",
     ):
         assert line in source, line
         assert line in page, line
