@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ds4.kvstore.container import Reason
 from ds4.kvstore.policy import HALF_LIFE_SECONDS, Candidate, choose_victims, score
 
@@ -59,3 +62,34 @@ def test_protected_ones_stay_and_useless_ones_go_first() -> None:
     entries = [BASE, replace(BASE, name="b", usable=False, hits=9), replace(BASE, name="c", hits=9)]
     assert names(entries, 150, "a") == ["b", "c"]
     assert names(entries, 300, "a") is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 50), st.integers(0, 3), st.booleans()), max_size=12),
+    st.integers(0, 700),
+    st.sets(st.integers(0, 11), max_size=2),
+)
+def test_it_is_always_the_least_valuable_that_leaves_next(
+    drawn: list[tuple[int, int, int, bool]], excess: int, protected: set[int]
+) -> None:
+    """Each that leaves is the worst of those that nobody builds on by then."""
+    entries = {
+        str(i): replace(
+            BASE, name=str(i), size=size, hits=hits, usable=usable, parent=str(parent) if parent < i else None
+        )
+        for i, (parent, size, hits, usable) in enumerate(drawn)
+    }
+    names = {str(i) for i in protected}
+    left, expected = dict(entries), []
+    while sum(entries[name].size for name in expected) < excess:
+        built_on = {e.parent for e in left.values() if e.usable}
+        free = [e for e in left.values() if e.name not in built_on | names]
+        if not free:
+            break
+        expected.append(min(free, key=lambda e: (score(e, 0.0), e.used, e.name)).name)
+        del left[expected[-1]]
+    enough = sum(entries[name].size for name in expected) >= excess
+    found = choose_victims(entries, excess, names, 0.0, all_the_same=True)
+    assert found is not None
+    assert [victim.name for victim in found] == expected
+    assert (choose_victims(entries, excess, names, 0.0) is not None) == enough
