@@ -250,7 +250,7 @@ def _launch(
         return
     q8_programs, f16_programs, constants = _dot_cut(k, q8_n, f16_n, groups, rows, tile)
     dot_kernel[(q8_programs + f16_programs,)](
-        *q8_args, q8_programs, *f16_args, x.stride(0), rows, **shape, **constants, **overlap()
+        *q8_args, q8_programs, *f16_args, x.stride(0), rows, ASM=use_asm(some), **shape, **constants, **overlap()
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds4.ops.kernels.intrinsics import behind
+from ds4.ops.kernels.intrinsics import behind, rounded_product
 
 COARSE = tl.constexpr(2.0**-8)  # float activations as fp16 are those times this: fp16 alone ends at 65504
 FINE = tl.constexpr(2.0**11)  # what fp16 rounds off, times this, fits fp16 again and stays clear of its smallest values
@@ -26,7 +26,7 @@ MAGIC = tl.constexpr(12582912.0)
 def _q8_dot(
     codes, scales, x8, xs, out, program, n, out_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    UNITS: tl.constexpr, STAGES: tl.constexpr,
+    UNITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """BN rows of a Q8_0 matrix times up to BB rows of activations: a dot of 4 UNITS batches of 32 channels a round."""
     target = program * BN + tl.arange(0, BN)
@@ -52,7 +52,7 @@ def _q8_dot(
         x = tl.reshape(tl.permute(x, (2, 1, 3, 0)), [4 * UNITS, 32, BB])
         sums = tl.dot(w, x, start, out_dtype=tl.int32).to(tl.float32, bitcast=True) - MAGIC
         s = tl.permute(s, (2, 1, 0)).to(tl.float32)
-        part = tl.sum(tl.reshape(sums, [4, UNITS, BN, BB]) * s[:, :, :, None], 0)
+        part = tl.sum(rounded_product(tl.reshape(sums, [4, UNITS, BN, BB]), s[:, :, :, None], ASM), 0)
         total += part * x_scale[:, None, :]
     at = out + batch[None, :] * out_stride + target[:, None]
     tl.store(at, tl.sum(total, 0), mask=(batch < rows)[None, :] & (target < n)[:, None])
@@ -90,7 +90,8 @@ def dot_kernel(
     weight, x, f16_out, f16_n, f16_stride, x_stride, rows,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, Q8: tl.constexpr, F16: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-    F_BN: tl.constexpr, F_PARTS: tl.constexpr, F_BK: tl.constexpr, F_STAGES: tl.constexpr, PDL: tl.constexpr = 0,
+    F_BN: tl.constexpr, F_PARTS: tl.constexpr, F_BK: tl.constexpr, F_STAGES: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
     program = tl.program_id(0)
@@ -104,12 +105,12 @@ def dot_kernel(
         else:
             _q8_dot(
                 codes, scales, x8, xs, q8_out, program - f16_programs, q8_n, q8_stride, rows,
-                K, 1, 1, BN, BB, UNITS, STAGES,
+                K, 1, 1, BN, BB, UNITS, STAGES, ASM,
             )  # fmt: skip
     elif Q8:
         _q8_dot(
             codes, scales, x8, xs, q8_out, program, q8_n, q8_stride, rows,
-            K, GROUPS, GROUP_ROWS, BN, BB, UNITS, STAGES,
+            K, GROUPS, GROUP_ROWS, BN, BB, UNITS, STAGES, ASM,
         )  # fmt: skip
     else:
         _f16_dot(

@@ -91,3 +91,17 @@ def low_half(word):
 def high_half(word):
     """The fp16 in the high half of a word, as float32."""
     return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def rounded_product(a, b, ASM: tl.constexpr):
+    """a * b, rounded by itself: a sum of two such products has one value.
+
+    Of a plain one the compiler makes a fused multiply-add with either of the two, not the same in all of a tile.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
