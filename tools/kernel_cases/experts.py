@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from gguf import GGMLQuantizationType as T
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ds4 import ops
 from ds4.ops.kernels.experts import Tile, down, down_sum, gate_up
-from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.planes import Iq2Layout
 from ds4.ops.kernels.quantize import Quantised
 from kernel_cases.harness import Bench, Case, error, tiles
@@ -20,37 +18,19 @@ CHECKED = 12
 """Pairs that are compared: each takes its expert as float64."""
 
 TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4, 8)]
-LOOPS = [Tile(steps=s, warps=w, loop=True) for s, w in ((4, 1), (16, 1), (16, 4))]
-FORMS = [
-    replace(tile, items=items)
-    for items in ("sorted", "again")
-    for tile in [*(Tile(steps=s, warps=w) for s, w in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4))), *LOOPS]
-]
+TILES += [Tile(steps=s, warps=w, loop=True) for s, w in ((2, 1), (4, 1), (8, 1), (16, 1), (16, 4))]
 
 
-def _others(grouped: bool) -> list[Tile]:
-    return TILES + FORMS if grouped else TILES + LOOPS
-
-
-def _draws(bench: Bench, rows: int, nbytes: int) -> list[tuple[Tensor, Groups]]:
-    """Choices of experts and their groups, enough of them to read other experts in each launch."""
+def _draws(bench: Bench, rows: int, nbytes: int) -> list[Tensor]:
+    """Choices of experts, enough of them to read other experts in each launch."""
     s = bench.shape
-    drawn = []
-    for _ in range(max(bench.copies(nbytes), 8) if bench.on_gpu else 1):
-        chosen = bench.choices(rows, s.experts_used, s.experts)
-        groups = Groups.allocate(chosen.numel(), s.experts, bench.device)
-        if not bench.compile_only:
-            group(chosen, groups)
-        drawn.append((chosen, groups))
-    return drawn
+    count = max(bench.copies(nbytes), 8) if bench.on_gpu else 1
+    return [bench.choices(rows, s.experts_used, s.experts) for _ in range(count)]
 
 
-def _nbytes(drawn: list[tuple[Tensor, Groups]], per_expert: int, grouped: bool, bench: Bench) -> int:
-    """Bytes of weights that a launch reads, on average."""
-    if bench.compile_only:
-        return per_expert
-    counts = [float(g.used[-1]) if grouped else c.numel() for c, g in drawn]
-    return int(per_expert * sum(counts) / len(counts))
+def _nbytes(drawn: list[Tensor], per_expert: int, bench: Bench) -> int:
+    """Bytes of weights that the pairs of a launch read."""
+    return per_expert if bench.compile_only else per_expert * drawn[0].numel()
 
 
 def _pairs(chosen: Tensor) -> list[tuple[int, int]]:
@@ -70,7 +50,7 @@ def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Cas
             drawn = _draws(bench, rows, per_expert * s.experts_used * rows)
 
             def check(x=x, out=out, drawn=drawn) -> float:
-                values, pairs = x.dequantise().double(), _pairs(drawn[0][0])
+                values, pairs = x.dequantise().double(), _pairs(drawn[0])
                 expected = []
                 for pair, e in pairs:
                     both = torch.cat((bench.weight(gate, e), bench.weight(up, e)))
@@ -78,17 +58,13 @@ def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Cas
                 assert bool(torch.isfinite(out).all())
                 return error(out[[pair for pair, _ in pairs]], torch.cat(expected))
 
-            for grouped in (False, True) if rows >= 4 else (False,):
-                nbytes = _nbytes(drawn, per_expert, grouped, bench)
-                for label, tile in tiles(bench, None, _others(grouped)):
-                    runs = [
-                        lambda c=c, g=g, x=x, out=out, grouped=grouped, tile=tile: gate_up(
-                            x, c, gate, up, s.swiglu_clamp, out, g if grouped else None, tile
-                        )
-                        for c, g in drawn
-                    ]
-                    name = f"rows {rows}{' grouped' if grouped else ''} {label}"
-                    yield Case(name, runs, nbytes, check, 1e-5, [out])
+            nbytes = _nbytes(drawn, per_expert, bench)
+            for label, tile in tiles(bench, None, TILES):
+                runs = [
+                    lambda c=c, x=x, out=out, tile=tile: gate_up(x, c, gate, up, s.swiglu_clamp, out, tile)
+                    for c in drawn
+                ]
+                yield Case(f"rows {rows} {label}", runs, nbytes, check, 1e-5, [out])
 
     return make
 
@@ -110,35 +86,33 @@ def _down(type: T, layout: Iq2Layout = "b", form: str = "partials") -> Callable[
             def check(h=h, shared_x=shared_x, weights=weights, out=out, drawn=drawn) -> float:
                 assert bool(torch.isfinite(out).all())
                 if form == "sum":
-                    y = _products(bench, planes, h, weights, list(enumerate(drawn[0][0][0].tolist())))
+                    y = _products(bench, planes, h, weights, list(enumerate(drawn[0][0].tolist())))
                     return error(out[0, 0], y.sum(0))
-                pairs = _pairs(drawn[0][0])
+                pairs = _pairs(drawn[0])
                 y = _products(bench, planes, h, weights, pairs)
                 worst = error(out[:, : s.experts_used].flatten(0, 1)[[pair for pair, _ in pairs]], y)
                 if shared is not None:
                     worst = max(worst, error(out[:, -1], shared_x.dequantise().double() @ bench.weight(shared).t()))
                 return worst
 
-            for grouped in (False, True) if rows >= 4 and form != "sum" else (False,):
-                nbytes = _nbytes(drawn, per_expert, grouped, bench) + (shared.nbytes if shared else 0)
-                both = (shared, shared_x) if shared else None
-                for label, tile in tiles(bench, Tile() if form == "sum" else None, _others(grouped)):
-                    if form == "sum":
-                        runs = [
-                            lambda c=c, h=h, weights=weights, out=out, tile=tile: down_sum(
-                                h, c, weights, planes, out[:, 0], tile
-                            )
-                            for c, _ in drawn
-                        ]
-                    else:
-                        runs = [
-                            lambda c=c, g=g, h=h, weights=weights, out=out, both=both, grouped=grouped, tile=tile: down(
-                                h, c, weights, planes, out, g if grouped else None, both, tile
-                            )
-                            for c, g in drawn
-                        ]
-                    name = f"rows {rows}{' grouped' if grouped else ''} {label}"
-                    yield Case(name, runs, nbytes, check, 1e-5, [out])
+            nbytes = _nbytes(drawn, per_expert, bench) + (shared.nbytes if shared else 0)
+            both = (shared, shared_x) if shared else None
+            for label, tile in tiles(bench, Tile() if form == "sum" else None, TILES):
+                if form == "sum":
+                    runs = [
+                        lambda c=c, h=h, weights=weights, out=out, tile=tile: down_sum(
+                            h, c, weights, planes, out[:, 0], tile
+                        )
+                        for c in drawn
+                    ]
+                else:
+                    runs = [
+                        lambda c=c, h=h, weights=weights, out=out, both=both, tile=tile: down(
+                            h, c, weights, planes, out, both, tile
+                        )
+                        for c in drawn
+                    ]
+                yield Case(f"rows {rows} {label}", runs, nbytes, check, 1e-5, [out])
 
     return make
 

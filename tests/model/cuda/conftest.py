@@ -64,7 +64,7 @@ def weights_of(p: Any) -> torch.Tensor:
     return planes.unpack(p).float().view(p.experts, p.n, p.k)
 
 
-def gate_up(x: Any, chosen: torch.Tensor, gate: Any, up: Any, clamp: float, out: torch.Tensor, groups: object) -> None:
+def gate_up(x: Any, chosen: torch.Tensor, gate: Any, up: Any, clamp: float, out: torch.Tensor) -> None:
     """`experts.gate_up` in torch."""
     values, gates, ups = x.dequantise(), weights_of(gate), weights_of(up)
     for pair, expert in enumerate(chosen.flatten().tolist()):
@@ -73,9 +73,7 @@ def gate_up(x: Any, chosen: torch.Tensor, gate: Any, up: Any, clamp: float, out:
             out[pair] = ops.swiglu(torch.cat((gates[expert] @ row, ups[expert] @ row)), clamp)
 
 
-def down(
-    h: Any, chosen: torch.Tensor, weights: torch.Tensor, p: Any, out: torch.Tensor, groups: object, shared: Any
-) -> None:
+def down(h: Any, chosen: torch.Tensor, weights: torch.Tensor, p: Any, out: torch.Tensor, shared: Any) -> None:
     """`experts.down` in torch."""
     from ds4.ops.kernels import planes
 

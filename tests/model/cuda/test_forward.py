@@ -15,7 +15,6 @@ from ds4.engine.engine import Engine, EngineConfig, ModelRunner
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import Shape
 from ds4.model import DeepseekV4, ModelWeights, Taps, TensorSource
-from ds4.model.cuda import forward
 from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.weights import DeviceWeights, TensorBytes
 from tests.helpers import random_tensors
@@ -144,9 +143,7 @@ def test_the_first_token(weights: DeviceWeights, reference: ModelRunner) -> None
     assert step([Pair(reference, CudaRunner(weights, CONFIG))], [[IDS[0]]], ["last"]).max() < ALONE
 
 
-def test_prefill_decode_fork_and_batch(
-    weights: DeviceWeights, reference: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_decode_fork_and_batch(weights: DeviceWeights, reference: ModelRunner) -> None:
     """With the same input each product of decode is exact; where inputs differ in the last digits, some codes of bytes
     and FP8 fall on the other side, and random weights make more of it from layer to layer.
 
@@ -154,8 +151,7 @@ def test_prefill_decode_fork_and_batch(
     2 % from float32 in the middle, and for one or two rows of 39, for which an expert or a compressed row is chosen
     that nearly ties with another, 20 to 35 %. What is stored then differs by as much, so decode after it does too.
     """
-    n, few, bucket = (39, 5, 8) if ON_GPU else (25, 3, 4)
-    monkeypatch.setattr(forward, "GROUP_ROWS", bucket)  # of the short piece below
+    n, few = (39, 5) if ON_GPU else (25, 3)
     runner = CudaRunner(weights, CONFIG)
     pair = Pair(reference, runner)
     long = step([pair], [IDS[:n]], ["all"])

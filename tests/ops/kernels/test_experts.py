@@ -9,7 +9,6 @@ from gguf import GGMLQuantizationType as T
 from ds4 import ops
 from ds4.ops.kernels import planes as P
 from ds4.ops.kernels.experts import Tile, down, down_sum, gate_up
-from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.quantize import Quantised, quantise
 from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, random_raw, run_twice
 
@@ -51,11 +50,10 @@ def activations(rows: int, k: int, seed: int, device: str) -> tuple[Quantised, t
     return q, x
 
 
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
-def test_gate_up(type, layout, shape, rows, grouped, device):
+def test_gate_up(type, layout, shape, rows, device):
     """Bytes move gate and up by 0.7 % each (`test_down` has the bar for one product), so their product by 1 %.
 
     That holds for gates of a natural size. Were they in the hundreds, the clamp would make a switch of each, and those
@@ -66,12 +64,8 @@ def test_gate_up(type, layout, shape, rows, grouped, device):
     up, up_weight = make(type, layout, n, k, experts, 2, device)
     q, x = activations(rows, k, 3, device)
     chosen = choices(rows, top, experts, device)
-    groups = None
-    if grouped:
-        groups = Groups.allocate(chosen.numel(), experts, device)
-        group(chosen, groups)
     out = torch.empty(rows * top, n, device=device)
-    run_twice(lambda: gate_up(q, chosen, gate, up, 10.0, out, groups, TILE), out)
+    run_twice(lambda: gate_up(q, chosen, gate, up, 10.0, out, TILE), out)
     for values, bar in ((q.dequantise(), 1e-5), (x, 2e-2)):
         expected = expected_hidden(values.double(), chosen, gate_weight, up_weight)
         written = (chosen.flatten() >= 0).nonzero().flatten()
@@ -87,7 +81,7 @@ def expected_hidden(x: torch.Tensor, chosen: torch.Tensor, gate: torch.Tensor, u
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("form", ["partials", "grouped", "sum"])
+@pytest.mark.parametrize("form", ["partials", "sum"])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
@@ -102,14 +96,10 @@ def test_down(type, layout, shape, rows, form, device):
         out = torch.empty(rows, n, device=device)
         run_twice(lambda: down_sum(h, chosen, weights, planes, out, TILE), out)
     else:
-        groups = None
-        if form == "grouped":
-            groups = Groups.allocate(chosen.numel(), experts, device)
-            group(chosen, groups)
         # The partial sums stand in a buffer with one place more.
         buffer = torch.zeros(rows, top + 1, n, device=device)
         out = buffer[:, :top]
-        run_twice(lambda: down(h, chosen, weights, planes, out, groups, tile=TILE), out)
+        run_twice(lambda: down(h, chosen, weights, planes, out, tile=TILE), out)
         assert buffer[:, top].abs().max() == 0
     bytes_bar = 1e-2 if n > 256 else 1.5e-2  # few outputs have no steady mean
     for values, bar in ((h.dequantise(), 1e-5), (x, bytes_bar)):
@@ -124,19 +114,17 @@ def test_layouts_of_iq2_xxs_give_the_same_bits(shape, rows, device):
     """So states do not depend on the layout, and those that one has computed are good for the other."""
     k, n, experts, top = shape
     chosen = choices(rows, top, experts, device)
-    groups = Groups.allocate(chosen.numel(), experts, device)
-    group(chosen, groups)
     weights = torch.rand(rows, top, generator=torch.Generator().manual_seed(rows)).to(device)
     q, _ = activations(rows, k, 3, device)
     h, _ = activations(rows * top, k, 5, device)
     found: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
     for layout, results in found.items():
         gate, up = (make(T.IQ2_XXS, layout, n, k, experts, seed, device)[0] for seed in (1, 2))
-        for sorted_ in (None, groups):
+        for tile in (TILE, Tile(4, TILE.warps, loop=True)):
             results.append(torch.zeros(rows * top, n, device=device))
-            gate_up(q, chosen, gate, up, 10.0, results[-1], sorted_, TILE)
+            gate_up(q, chosen, gate, up, 10.0, results[-1], tile)
             results.append(torch.zeros(rows, top, n, device=device))
-            down(h, chosen, weights, up, results[-1], sorted_, tile=TILE)
+            down(h, chosen, weights, up, results[-1], tile=tile)
         results.append(torch.zeros(rows, n, device=device))
         down_sum(h, chosen, weights, up, results[-1], TILE)
     for a, b in zip(found["a"], found["b"], strict=True):
@@ -144,60 +132,46 @@ def test_layouts_of_iq2_xxs_give_the_same_bits(shape, rows, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(2, 1), Tile(3, 2), Tile(1, 4)], ids=str)
-@pytest.mark.parametrize("grouped", [False, True])
-def test_any_tile_gives_the_same(tile, grouped, device):
+@pytest.mark.parametrize(
+    "tile", [Tile(1, 1), Tile(2, 1), Tile(3, 2), Tile(1, 4), Tile(1, 1, loop=True), Tile(4, 2, loop=True)], ids=str
+)
+def test_any_tile_gives_the_same(tile, device):
     planes, weight = make(T.Q2_K, "b", 32, 256, 3, 3, device)
     h, _ = activations(2, 256, 4, device)
     chosen = choices(1, 2, 3, device)
     weights = torch.rand(1, 2, device=device)
-    groups = Groups.allocate(2, 3, device)
-    group(chosen, groups)
     out = torch.empty(1, 2, 32, device=device)
-    run_twice(lambda: down(h, chosen, weights, planes, out, groups if grouped else None, tile=tile), out)
+    run_twice(lambda: down(h, chosen, weights, planes, out, tile=tile), out)
     y = torch.stack([weight[e] @ v for v, e in zip(h.dequantise().double(), chosen.flatten(), strict=True)])
     assert error(out, weights.double().unsqueeze(-1) * y) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("grouped", "tile"),
-    [
-        (False, Tile(4, 2, loop=True)),
-        (True, Tile(4, 2)),
-        (True, Tile(4, 2, items="sorted")),
-        (True, Tile(4, 2, loop=True, items="sorted")),
-        (True, Tile(4, 2, items="again")),
-        (True, Tile(4, 2, loop=True, items="again")),
-    ],
-    ids=str,
-)
-def test_forms_of_programs_give_the_same(grouped, tile, device):
-    """Whatever a program is for, every pair gets what it gets without groups; pairs without expert are left out."""
-    n, k, experts, top, rows = (2048, 4096, 8, 6, 16) if ON_GPU else (16, 256, 3, 2, 4)
+def test_a_loop_gives_the_same(device):
+    """As steps that are unrolled; pairs without an expert are left out."""
+    n, k, experts, top, rows = (2048, 4096, 8, 6, 16) if ON_GPU else (16, 256, 3, 2, 5)
     gate, _ = make(T.Q2_K, "b", n, k, experts, 1, device)
     up, _ = make(T.Q2_K, "b", n, k, experts, 2, device)
     x, _ = activations(rows, k, 4, device)
     h, _ = activations(rows * top, k, 5, device)
     chosen = choices(rows, top, experts, device)
     weights = torch.rand(rows, top, device=device) + 0.1
-    groups = Groups.allocate(chosen.numel(), experts, device)
-    group(chosen, groups)
     results = []
-    for some, cut in ((None, Tile(4, 2)), (groups if grouped else None, tile)):
+    # None: what so many rows take by themselves.
+    for tile in (Tile(4, 2), Tile(4, 2, loop=True), None):
         hidden, out = torch.zeros(rows * top, n, device=device), torch.zeros(rows, top, n, device=device)
-        gate_up(x, chosen, gate, up, 10.0, hidden, some, cut)
-        down(h, chosen, weights, up, out, some, tile=cut)
+        gate_up(x, chosen, gate, up, 10.0, hidden, tile)
+        down(h, chosen, weights, up, out, tile=tile)
         results.append((hidden.view(rows, top, n), out))
-    for one, other in zip(*results, strict=True):
+    for one, *others in zip(*results, strict=True):
         assert not one[-1].any(), "the last row has no expert"
-        assert not other[-1].any()
         assert one[:-1].abs().amax(-1).min() > 0
-        assert error(other, one.double()) < 1e-6
+        for other in others:
+            assert not other[-1].any()
+            assert error(other, one.double()) < 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8] if ON_GPU else [2, 5])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_shared_expert_in_the_same_launch(grouped, rows, device):
+def test_shared_expert_in_the_same_launch(rows, device):
     """Its down projection goes into the last place; more rows than dp4a takes are a launch of their own."""
     n, k, shared_k, experts, top = (4096, 2048, 2048, 8, 6) if ON_GPU else (40, 256, 384, 2, 1)
     planes, weight = make(T.Q2_K, "b", n, k, experts, 4, device)
@@ -208,12 +182,8 @@ def test_shared_expert_in_the_same_launch(grouped, rows, device):
     quantise(randn(rows, shared_k, seed=7, device=device), x)
     chosen = torch.arange(rows * top, dtype=torch.int32, device=device).view(rows, top) % experts
     weights = torch.rand(rows, top, device=device) + 0.1
-    groups = None
-    if grouped:
-        groups = Groups.allocate(chosen.numel(), experts, device)
-        group(chosen, groups)
     out = torch.empty(rows, top + 1, n, device=device)
-    run_twice(lambda: down(h, chosen, weights, planes, out, groups, (shared, x), tile=TILE), out)
+    run_twice(lambda: down(h, chosen, weights, planes, out, (shared, x), tile=TILE), out)
     y = torch.stack([weight[e] @ v for v, e in zip(h.dequantise().double(), chosen.flatten(), strict=True)])
     assert error(out[:, :top], weights.double().unsqueeze(-1) * y.view(rows, top, n)) < 1e-5
     assert error(out[:, top], x.dequantise().double() @ P.unpack(shared).double().t()) < 1e-5

@@ -26,7 +26,6 @@ from ds4.ops.kernels.compress import Compressor, store_chunk
 from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.experts import down, gate_up
 from ds4.ops.kernels.gemv import gemv, gemv_both, gemv_grouped
-from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Constants, Update, hc_collapse, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
 from ds4.ops.kernels.intrinsics import overlapping
@@ -35,8 +34,6 @@ from ds4.ops.kernels.router import route_by_hash, route_by_score
 from ds4.ops.kernels.rows import KeyPlanes, RowPlanes, rope_tables, store_window
 from ds4.ops.kernels.step import Queries, store_step
 
-GROUP_ROWS = 64
-"""From so many rows on, experts are read once for all rows that chose them."""
 OVERLAP_ROWS = 4
 """Up to so many rows, a step's kernels are launched programmatically (see `intrinsics.overlapping`)."""
 QUERY_TILE = 16
@@ -147,7 +144,6 @@ class StepBuffers:
         self.logits = floats(rows, s.experts)
         self.chosen = torch.full((rows, top), -1, dtype=torch.int32, device=device)
         self.weights = floats(rows, top)
-        self.groups = Groups.allocate(rows * top, s.experts, device) if rows >= GROUP_ROWS else None
         self.gate_up = floats(rows, 2 * s.expert_hidden)
         self.h = floats(rows * top, s.expert_hidden)
         self.h8 = Quantised.allocate(rows * top, s.expert_hidden, device, words=False, lanes=True, sums=down_sums)
@@ -306,11 +302,9 @@ class DeviceModel:
         s = self.shape
         gemv_both(w.shared_gate_up, b.x8, b.gate_up, w.router, b.x, b.logits)
         route(w, s, b.logits, b.ids, b.chosen, b.weights, b.positions)
-        if b.groups is not None:
-            group(b.chosen, b.groups)
-        gate_up(b.ffn_x8, b.chosen, w.gate, w.up, s.swiglu_clamp, b.h, b.groups)
+        gate_up(b.ffn_x8, b.chosen, w.gate, w.up, s.swiglu_clamp, b.h)
         quantise_and_swiglu(b.h, b.h8, b.gate_up, s.swiglu_clamp, b.shared8)
-        down(b.h8, b.chosen, b.weights, w.down, b.out, b.groups, (w.shared_down, b.shared8))
+        down(b.h8, b.chosen, b.weights, w.down, b.out, (w.shared_down, b.shared8))
 
 
 # --- shared with long chunks ------------------------------------------------------------------------------------------

@@ -45,35 +45,27 @@ def _store_swiglu(gate, up, out, clamp, R: tl.constexpr, UB: tl.constexpr):
 
 
 @triton.jit
-def _find_item(chosen, order, owners, used, starts, item, ITEMS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Expert of a program and its places in `order` or, if those are none, its pair.
-
-    An expert outside 0 .. EXPERTS - 1 means that there is nothing to do. All is loaded side by side: a load that waits
-    for another costs every program some half a microsecond.
-    """
-    if ITEMS == "experts" or ITEMS == "again":
-        first = tl.load(starts + item)
-        end = tl.load(starts + item + 1)
-        expert = tl.where(item < tl.load(used + EXPERTS), tl.load(used + item), EXPERTS)
-    elif ITEMS == "sorted":
-        first = tl.load(order + item)
-        end = first
-        expert = tl.where(item < tl.load(starts + EXPERTS), tl.load(owners + item), EXPERTS)
-    else:
-        first = item
-        end = item
-        expert = tl.load(chosen + item)
-    return expert, first, end
-
-
-@triton.jit
-def _gate_up_pair(
-    pair, x, sums, scales, ga, gb, gc, gd, ua, ub, uc, ud, table, lut, out, clamp, steps, lane, u, live,
-    FORMAT: tl.constexpr, LOOP: tl.constexpr, TOP: tl.constexpr,
-    U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+def gate_up_kernel(
+    chosen, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp, steps,
+    FORMAT: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr = 0,
 ):  # fmt: skip
-    """The rows of a program for one pair, into out."""
+    behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
+    pair = tl.program_id(1)
+    expert = tl.load(chosen + pair)
+    if (expert < 0) | (expert >= EXPERTS):
+        return
+    row0 = tl.program_id(0) * (R * STEPS)
+    base = expert.to(tl.int64) * F + row0
+    ga, gb, gc, gd = advance(FORMAT, g0, g1, g2, g3, base, U)
+    ua, ub, uc, ud = advance(FORMAT, u0, u1, u2, u3, base, U)
+    lane = tl.arange(0, R * UB)
+    u = tl.minimum(lane % UB, U - 1)
+    live = lane % UB < U
+    lut = load_table(FORMAT, table)
+    out += pair * F + row0
     if LOOP:
         next_gate = load_unit(FORMAT, ga, gb, gc, gd, lane // UB, u, U)
         next_up = load_unit(FORMAT, ua, ub, uc, ud, lane // UB, u, U)
@@ -99,104 +91,26 @@ def _gate_up_pair(
 
 
 @triton.jit
-def gate_up_kernel(
-    chosen, order, owners, used, starts, x, sums, scales, g0, g1, g2, g3, u0, u1, u2, u3, table, out, clamp, steps,
-    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
-    F: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr = 0,
-):  # fmt: skip
-    behind(PDL)
-    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    expert, first, end = _find_item(chosen, order, owners, used, starts, tl.program_id(1), ITEMS, EXPERTS)
-    if (expert < 0) | (expert >= EXPERTS):
-        return
-    row0 = tl.program_id(0) * (R * STEPS)
-    base = expert.to(tl.int64) * F + row0
-    ga, gb, gc, gd = advance(FORMAT, g0, g1, g2, g3, base, U)
-    ua, ub, uc, ud = advance(FORMAT, u0, u1, u2, u3, base, U)
-    lane = tl.arange(0, R * UB)
-    u = tl.minimum(lane % UB, U - 1)
-    live = lane % UB < U
-    lut = load_table(FORMAT, table)
-    if ITEMS == "experts":
-        for step in tl.static_range(STEPS):
-            row = lane // UB + step * R
-            gate = load_unit(FORMAT, ga, gb, gc, gd, row, u, U)
-            up = load_unit(FORMAT, ua, ub, uc, ud, row, u, U)
-            gate_words = decode_unit(FORMAT, gate, table, lut, ASM)
-            up_words = decode_unit(FORMAT, up, table, lut, ASM)
-            for place in range(first, end):
-                pair = tl.load(order + place)
-                a = _activations(x, sums, scales, pair // TOP, u, live, U, SUMS)
-                g = dot_unit(FORMAT, gate, gate_words, a, ASM)
-                v = dot_unit(FORMAT, up, up_words, a, ASM)
-                _store_swiglu(g, v, out + (pair * F + row0 + step * R), clamp, R, UB)
-    elif ITEMS == "again":
-        for place in range(first, end):
-            pair = tl.load(order + place)
-            _gate_up_pair(
-                pair, x, sums, scales, ga, gb, gc, gd, ua, ub, uc, ud, table, lut, out + (pair * F + row0), clamp,
-                steps, lane, u, live, FORMAT, LOOP, TOP, U, R, UB, STEPS, ASM,
-            )  # fmt: skip
-    else:
-        _gate_up_pair(
-            first, x, sums, scales, ga, gb, gc, gd, ua, ub, uc, ud, table, lut, out + (first * F + row0), clamp,
-            steps, lane, u, live, FORMAT, LOOP, TOP, U, R, UB, STEPS, ASM,
-        )  # fmt: skip
-
-
-@triton.jit
-def _down_pair(
-    pair, weights, x, sums, scales, pa, pb, pc, pd, table, lut, out, row_stride, place_stride, steps, lane, u, live,
-    FORMAT: tl.constexpr, LOOP: tl.constexpr, TOP: tl.constexpr,
-    U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The rows of a program for one pair; out is at the first of them."""
-    SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    if LOOP:
-        next_unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
-        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-        weight = tl.load(weights + pair)
-        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride
-        for step in range(steps):
-            unit = next_unit
-            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
-            next_unit = load_unit(FORMAT, pa, pb, pc, pd, row, u, U)  # see `_gate_up_pair`
-            words = decode_unit(FORMAT, unit, table, lut, ASM)
-            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
-            tl.store(target + step * R + tl.arange(0, R), y)
-    else:
-        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-        weight = tl.load(weights + pair)
-        target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride
-        for step in tl.static_range(STEPS):
-            unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
-            words = decode_unit(FORMAT, unit, table, lut, ASM)
-            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
-            tl.store(target + step * R + tl.arange(0, R), y)
-
-
-@triton.jit
 def down_kernel(
-    chosen, order, owners, used, starts, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride,
-    place_stride, steps, items, shared_codes, shared_scales, shared_words, shared_xs,
-    FORMAT: tl.constexpr, ITEMS: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
+    chosen, weights, x, sums, scales, p0, p1, p2, p3, table, out, row_stride, place_stride, steps,
+    pairs, shared_codes, shared_scales, shared_words, shared_xs,
+    FORMAT: tl.constexpr, LOOP: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
     N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, UB: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     SHARED: tl.constexpr, S_K: tl.constexpr, S_R: tl.constexpr, S_CB: tl.constexpr, S_STEPS: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
     SUMS: tl.constexpr = FORMAT == "q2_k" or FORMAT == "q4_k"
-    item = tl.program_id(1)
+    pair = tl.program_id(1)
     if SHARED > 0:
-        if item >= items:
+        if pair >= pairs:
             q8_rows(
                 shared_codes, shared_scales, shared_words, shared_xs, out + TOP * place_stride,
-                (item - items) * tl.num_programs(0) + tl.program_id(0), N, row_stride,
+                (pair - pairs) * tl.num_programs(0) + tl.program_id(0), N, row_stride,
                 SHARED, S_K, 1, N, S_R, S_CB, S_STEPS, ASM,
             )  # fmt: skip
             return
-    expert, first, end = _find_item(chosen, order, owners, used, starts, item, ITEMS, EXPERTS)
+    expert = tl.load(chosen + pair)
     if (expert < 0) | (expert >= EXPERTS):
         return
     row0 = tl.program_id(0) * (R * STEPS)
@@ -205,27 +119,26 @@ def down_kernel(
     u = tl.minimum(lane % UB, U - 1)
     live = lane % UB < U
     lut = load_table(FORMAT, table)
-    if ITEMS == "experts":
+    target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0
+    if LOOP:
+        next_unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB, u, U)
+        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+        weight = tl.load(weights + pair)
+        for step in range(steps):
+            unit = next_unit
+            row = lane // UB + tl.minimum(step + 1, steps - 1) * R
+            next_unit = load_unit(FORMAT, pa, pb, pc, pd, row, u, U)  # see `gate_up_kernel`
+            words = decode_unit(FORMAT, unit, table, lut, ASM)
+            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
+            tl.store(target + step * R + tl.arange(0, R), y)
+    else:
+        a = _activations(x, sums, scales, pair, u, live, U, SUMS)
+        weight = tl.load(weights + pair)
         for step in tl.static_range(STEPS):
             unit = load_unit(FORMAT, pa, pb, pc, pd, lane // UB + step * R, u, U)
             words = decode_unit(FORMAT, unit, table, lut, ASM)
-            for place in range(first, end):
-                pair = tl.load(order + place)
-                a = _activations(x, sums, scales, pair, u, live, U, SUMS)
-                y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * tl.load(weights + pair)
-                target = out + (pair // TOP) * row_stride + (pair % TOP) * place_stride + row0 + step * R
-                tl.store(target + tl.arange(0, R), y)
-    elif ITEMS == "again":
-        for place in range(first, end):
-            _down_pair(
-                tl.load(order + place), weights, x, sums, scales, pa, pb, pc, pd, table, lut, out + row0, row_stride,
-                place_stride, steps, lane, u, live, FORMAT, LOOP, TOP, U, R, UB, STEPS, ASM,
-            )  # fmt: skip
-    else:
-        _down_pair(
-            first, weights, x, sums, scales, pa, pb, pc, pd, table, lut, out + row0, row_stride,
-            place_stride, steps, lane, u, live, FORMAT, LOOP, TOP, U, R, UB, STEPS, ASM,
-        )  # fmt: skip
+            y = _sum_rows(dot_unit(FORMAT, unit, words, a, ASM), R, UB) * weight
+            tl.store(target + step * R + tl.arange(0, R), y)
 
 
 @triton.jit

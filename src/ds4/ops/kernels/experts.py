@@ -1,7 +1,8 @@
 """Routed experts at decode: gate, up and SwiGLU, then down, straight from quantised planes.
 
-A pair is a row of the step together with one of its chosen experts, numbered row * top + place. Without groups every
-pair reads its expert's weights itself, with `Groups` an expert is read once for all pairs that chose it.
+A pair is a row of the step together with one of its chosen experts, numbered row * top + place. Every pair reads its
+expert's weights itself, of which the L2 keeps what another needs at the same time: to find out who shares an expert
+takes longer, up to 64 rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ds4.ops.kernels.expert_programs import down_kernel, down_sum_kernel, gate_up_kernel
 from ds4.ops.kernels.gemv import DP4A_ROWS, gemv, lanes_of
-from ds4.ops.kernels.grouping import Groups
 from ds4.ops.kernels.intrinsics import overlap, use_asm
 from ds4.ops.kernels.planes import Iq2aPlanes, Iq2bPlanes, Mxfp4Planes, Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
@@ -40,26 +40,16 @@ class Tile:
         steps: a program takes so many times the rows that its lanes hold side by side.
         warps: of a program.
         loop: the steps are turns of a loop that loads the rows of the next turn ahead, not unrolled.
-        items: with groups, what a program is for. "experts": an expert and all its pairs, its weights decoded once,
-            never a loop. "again": the same, but pair after pair, each of which reads the weights again, from the L1.
-            "sorted": a single pair as without groups, but in the order of the experts, so that the next pair of an
-            expert finds its weights in the L2.
     """
 
     steps: int = 1
     warps: int = 1
     loop: bool = False
-    items: str = "experts"
 
 
-GATE_UP = Tile()
-"""`gate_up` without groups."""
-GATE_UP_GROUPED = Tile()
-"""`gate_up` with groups."""
-DOWN = Tile(steps=2)
-"""`down` without groups."""
-DOWN_GROUPED = Tile(steps=2)
-"""`down` with groups."""
+# Without a loop and with it, the latter for more rows than `DP4A_ROWS`.
+GATE_UP = (Tile(), Tile(steps=4, loop=True))
+DOWN = (Tile(steps=2), Tile(steps=8, loop=True))
 
 
 def _cut(rows: int, units: int, tile: Tile) -> tuple[dict[str, int], int]:
@@ -95,19 +85,6 @@ def _activation_args(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
     return x.lanes, x.lanes if x.sums is None else x.sums, x.scales
 
 
-def _group_args(chosen: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (chosen,) * 4 if groups is None else (groups.order, groups.owners, groups.used, groups.starts)
-
-
-def _item_constants(groups: Groups | None, tile: Tile) -> dict[str, str | bool]:
-    items = "pairs" if groups is None else tile.items
-    return {"ITEMS": items, "LOOP": tile.loop and items != "experts"}
-
-
-def _item_count(pairs: int, groups: Groups | None, tile: Tile) -> int:
-    return pairs if groups is None or tile.items == "sorted" else min(pairs, groups.experts)
-
-
 def gate_up(
     x: Quantised,
     chosen: Tensor,
@@ -115,7 +92,6 @@ def gate_up(
     up: Planes,
     clamp: float,
     out: Tensor,
-    groups: Groups | None = None,
     tile: Tile | None = None,
 ) -> None:
     """swiglu of the gate and up projections of every pair: what `ops.routed_experts` computes before `down`.
@@ -125,19 +101,17 @@ def gate_up(
         chosen: int32 [rows, top], contiguous; a place that names no expert is left out and its output not written.
         gate, up: planes of one format with experts, [expert_hidden, hidden] each.
         out: float32 [rows * top, expert_hidden], contiguous.
-        groups: of `chosen`, to read an expert once for all pairs; without, each pair reads its own.
-        tile: `GATE_UP` or `GATE_UP_GROUPED` if it is None.
+        tile: one of `GATE_UP` if it is None.
     """
-    tile = tile or (GATE_UP if groups is None else GATE_UP_GROUPED)
+    tile = tile or GATE_UP[chosen.shape[0] > DP4A_ROWS]
     experts, pairs = _check_experts(gate, x), chosen.numel()
     if up.FORMAT != gate.FORMAT or (up.n, up.k, up.experts) != (gate.n, gate.k, gate.experts):
         raise ValueError(f"gate is {gate.FORMAT} {gate.n} x {gate.k}, up is {up.FORMAT} {up.n} x {up.k}")
     constants, programs = _cut(gate.n, gate.units, tile)
     *gate_pointers, table = pointers(gate)
     *up_pointers, _ = pointers(up)
-    gate_up_kernel[(programs, _item_count(pairs, groups, tile))](
+    gate_up_kernel[(programs, pairs)](
         chosen,
-        *_group_args(chosen, groups),
         *_activation_args(x),
         *gate_pointers,
         *up_pointers,
@@ -146,7 +120,7 @@ def gate_up(
         clamp,
         constants["STEPS"],
         FORMAT=gate.FORMAT,
-        **_item_constants(groups, tile),
+        LOOP=tile.loop,
         EXPERTS=experts,
         TOP=chosen.shape[1],
         F=gate.n,
@@ -162,7 +136,6 @@ def down(
     weights: Tensor,
     planes: Planes,
     out: Tensor,
-    groups: Groups | None = None,
     shared: tuple[Q8Planes, Quantised] | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -170,22 +143,21 @@ def down(
 
     Args:
         h: activations of the rows * top pairs, with lanes (and sums for Q2_K and Q4_K).
-        chosen, groups: as in `gate_up`.
+        chosen: as in `gate_up`.
         weights: float32 [rows, top], contiguous.
         planes: [hidden, expert_hidden] of each expert.
         out: float32 [rows, top, hidden], hidden contiguous; strides are free, so it may be a part of a larger buffer.
             With `shared` [rows, top + 1, hidden].
         shared: down projection of the shared expert and its activations with words: goes into the last place of a row,
             up to `DP4A_ROWS` rows in the same launch.
-        tile: `DOWN` or `DOWN_GROUPED` if it is None.
+        tile: one of `DOWN` if it is None.
     """
-    tile = tile or (DOWN if groups is None else DOWN_GROUPED)
+    tile = tile or DOWN[chosen.shape[0] > DP4A_ROWS]
     experts, pairs, rows = _check_experts(planes, h), chosen.numel(), chosen.shape[0]
     places = chosen.shape[1] + (shared is not None)
     if out.shape != (rows, places, planes.n) or out.stride(2) != 1 or h.rows != pairs:
         raise ValueError(f"{h.rows} pairs into {list(out.shape)}, expected {pairs} and {[rows, places, planes.n]}")
     constants, programs = _cut(planes.n, planes.units, tile)
-    items = _item_count(pairs, groups, tile)
     extra, s_args, s_shape = 0, (out, out, out, out), {"SHARED": 0, "S_K": 0, "S_R": 0, "S_CB": 0, "S_STEPS": 0}
     if shared is not None and rows > DP4A_ROWS:
         gemv(*shared, out[:, places - 1])
@@ -200,9 +172,8 @@ def down(
         s_args = (s_planes.codes, s_planes.scales, s_x.words, s_x.scales)
         s_shape = {"SHARED": rows, "S_K": s_planes.k, "S_R": s_rows, "S_CB": s_lanes, "S_STEPS": s_steps}
     *plane_pointers, table = pointers(planes)
-    down_kernel[(programs, items + extra)](
+    down_kernel[(programs, pairs + extra)](
         chosen,
-        *_group_args(chosen, groups),
         weights,
         *_activation_args(h),
         *plane_pointers,
@@ -211,10 +182,10 @@ def down(
         out.stride(0),
         out.stride(1),
         constants["STEPS"],
-        items,
+        pairs,
         *s_args,
         FORMAT=planes.FORMAT,
-        **_item_constants(groups, tile),
+        LOOP=tile.loop,
         EXPERTS=experts,
         TOP=chosen.shape[1],
         N=planes.n,

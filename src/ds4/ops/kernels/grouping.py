@@ -31,21 +31,16 @@ class Groups:
 
     Attributes:
         order: [pairs], the pairs sorted by expert; what stands behind the last expert's pairs means nothing.
-        owners: [pairs], the expert of each place of `order`.
         offsets: [experts + 1], where each expert's pairs begin in `order`.
         used: [experts + 1], the experts that have pairs, in ascending order; their number is the last entry.
-        starts: [experts + 1], where the pairs of each of `used` begin in `order`, and where those of the last one end,
-            which is the last entry too.
         tiles: [experts + 1], how many tiles of `tile_rows` pairs all experts before one have.
         tile_rows: see `tiles`.
         scratch: [blocks, experts], counts of each block of pairs.
     """
 
     order: Tensor
-    owners: Tensor
     offsets: Tensor
     used: Tensor
-    starts: Tensor
     tiles: Tensor
     tile_rows: int
     scratch: Tensor
@@ -60,10 +55,8 @@ class Groups:
         blocks = triton.cdiv(pairs, _BLOCK) if pairs > _SMALL else 1
         return cls(
             order=take(pairs),
-            owners=take(pairs),
             offsets=take(experts + 1),
             used=take(experts + 1),
-            starts=take(experts + 1),
             tiles=take(experts + 1),
             tile_rows=tile_rows,
             scratch=take(blocks, experts),
@@ -82,27 +75,22 @@ def _keys(chosen, place, P, E: tl.constexpr):
 
 
 @triton.jit
-def _store_tables(counts, offsets, used, starts, tiles, E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr):
+def _store_tables(counts, offsets, used, tiles, E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr):
     """counts [EP]: pairs of each expert, 0 from E on."""
     e = tl.arange(0, EP)
     real = e < E
-    ends = tl.cumsum(counts, 0)
-    tl.store(offsets + e + 1, ends, mask=real)
+    tl.store(offsets + e + 1, tl.cumsum(counts, 0), mask=real)
     tl.store(tiles + e + 1, tl.cumsum((counts + (TILE - 1)) // TILE, 0), mask=real)
     some = (counts > 0).to(tl.int32)
-    rank = tl.cumsum(some, 0)
-    tl.store(used + rank - 1, e, mask=real & (some > 0))
+    tl.store(used + tl.cumsum(some, 0) - 1, e, mask=real & (some > 0))
     tl.store(used + E, tl.sum(some, 0))
-    tl.store(starts + rank, ends, mask=real & (some > 0))
-    tl.store(starts + E, tl.sum(counts, 0))
-    tl.store(starts, 0)
     tl.store(offsets, 0)
     tl.store(tiles, 0)
 
 
 @triton.jit(do_not_specialize=["P"])
 def _small_kernel(
-    chosen, order, owners, offsets, used, starts, tiles, P,
+    chosen, order, offsets, used, tiles, P,
     PP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
@@ -112,15 +100,12 @@ def _small_kernel(
     if tl.program_id(0) == 0:
         counts = tl.histogram(keys, EP)
         counts = tl.where(tl.arange(0, EP) < E, counts, 0)
-        _store_tables(counts, offsets, used, starts, tiles, E, EP, TILE)
+        _store_tables(counts, offsets, used, tiles, E, EP, TILE)
     else:
         mine = (tl.program_id(0) - 1) * RANKS + tl.arange(0, RANKS)
-        key = _keys(chosen, mine, P, E)
-        before = keys[None, :] < key[:, None]
-        before = before | ((keys[None, :] == key[:, None]) & (q[None, :] < mine[:, None]))
-        place = tl.sum((before & (q[None, :] < P)).to(tl.int32), 1)
-        tl.store(order + place, mine, mask=mine < P)
-        tl.store(owners + place, key, mask=mine < P)
+        key = _keys(chosen, mine, P, E)[:, None]
+        before = (keys[None, :] < key) | ((keys[None, :] == key) & (q[None, :] < mine[:, None]))
+        tl.store(order + tl.sum((before & (q[None, :] < P)).to(tl.int32), 1), mine, mask=mine < P)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -133,7 +118,7 @@ def _count_kernel(chosen, scratch, P, BLOCK: tl.constexpr, E: tl.constexpr, EP: 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _offset_kernel(
-    scratch, offsets, used, starts, tiles, blocks,
+    scratch, offsets, used, tiles, blocks,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Turns the counts of blocks into the counts of all blocks before, and the totals into the tables."""
@@ -146,13 +131,11 @@ def _offset_kernel(
         counts = tl.load(at, mask=real, other=0)
         tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=real)
         total += tl.sum(counts, 0)
-    _store_tables(total, offsets, used, starts, tiles, E, EP, TILE)
+    _store_tables(total, offsets, used, tiles, E, EP, TILE)
 
 
 @triton.jit(do_not_specialize=["P"])
-def _scatter_kernel(
-    chosen, scratch, offsets, order, owners, P, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, E: tl.constexpr
-):  # fmt: skip
+def _scatter_kernel(chosen, scratch, offsets, order, P, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, E: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     i = tl.arange(0, BLOCK)
     key = _keys(chosen, first + i, P, E)
@@ -165,7 +148,6 @@ def _scatter_kernel(
     before = tl.load(scratch + tl.program_id(0) * E + key, mask=real, other=0)
     place = tl.load(offsets + key, mask=real, other=0) + before + rank
     tl.store(order + place, first + i, mask=real)
-    tl.store(owners + place, key, mask=real)
 
 
 def group(chosen: Tensor, groups: Groups) -> None:
@@ -181,8 +163,7 @@ def group(chosen: Tensor, groups: Groups) -> None:
     padded = triton.next_power_of_2(experts + 1)
     if pairs <= _SMALL:
         _small_kernel[(1 + triton.cdiv(pairs, _RANKS),)](
-            chosen, groups.order, groups.owners, groups.offsets, groups.used, groups.starts,
-            groups.tiles, pairs,
+            chosen, groups.order, groups.offsets, groups.used, groups.tiles, pairs,
             PP=triton.next_power_of_2(pairs), E=experts, EP=padded, RANKS=_RANKS, TILE=groups.tile_rows, num_warps=4,
             **overlap(early=True),
         )  # fmt: skip
@@ -190,10 +171,9 @@ def group(chosen: Tensor, groups: Groups) -> None:
     blocks = triton.cdiv(pairs, _BLOCK)
     _count_kernel[(blocks,)](chosen, groups.scratch, pairs, BLOCK=_BLOCK, E=experts, EP=padded, num_warps=4)
     _offset_kernel[(1,)](
-        groups.scratch, groups.offsets, groups.used, groups.starts, groups.tiles, blocks,
+        groups.scratch, groups.offsets, groups.used, groups.tiles, blocks,
         E=experts, EP=padded, TILE=groups.tile_rows, AT_ONCE=16, num_warps=8,
     )  # fmt: skip
     _scatter_kernel[(blocks,)](
-        chosen, groups.scratch, groups.offsets, groups.order, groups.owners, pairs,
-        BLOCK=_BLOCK, AT_ONCE=32, E=experts, num_warps=4,
-    )  # fmt: skip
+        chosen, groups.scratch, groups.offsets, groups.order, pairs, BLOCK=_BLOCK, AT_ONCE=32, E=experts, num_warps=4
+    )
