@@ -80,9 +80,9 @@ def test_the_layout_of_the_experts(
     assert main([*flags, "--json", str(files[0])]) == 0
     assert "layout" not in capsys.readouterr().out
     monkeypatch.setattr(Engine, "expert_layout", "a")
-    assert main([*flags, "--json", str(files[1]), "--expert-layout", "b"]) == 0
+    assert main([*flags, "--json", str(files[1]), "--expert-layout", "auto"]) == 0
     assert "experts in layout A" in capsys.readouterr().out
-    assert asked == ["auto", "b"]
+    assert asked == ["b", "auto"]
     found = [json.loads(file.read_text(encoding="utf-8"))["settings"]["expert_layout"] for file in files]
     assert found == [None, "a"]
     assert main(["--compare", *map(str, files)]) == 0

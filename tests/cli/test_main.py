@@ -233,9 +233,9 @@ def test_kernels_are_compiled_at_the_start_unless_told(model_file: Path, monkeyp
 
 
 def test_the_layout_of_the_experts_is_passed_on(model_file: Path) -> None:
-    assert load_engine(Options(model=str(model_file))).config.expert_layout == "auto"
-    engine = load_engine(Options(model=str(model_file), expert_layout="b"))
-    assert engine.config.expert_layout == "b"
+    assert load_engine(Options(model=str(model_file))).config.expert_layout == "b"
+    engine = load_engine(Options(model=str(model_file), expert_layout="a"))
+    assert engine.config.expert_layout == "a"
     assert engine.expert_layout is None  # the CPU has no choice
 
 

@@ -128,7 +128,7 @@ def test_a_model_that_does_not_fit_is_refused_with_advice(tiny: ModelFile) -> No
 
 def test_the_layout_of_the_experts_is_part_of_the_plan(tiny: ModelFile) -> None:
     config = ds4.EngineConfig(context=4096, sessions=2, prefill_chunk=64)
-    assert config.expert_layout == "auto"
+    assert config.expert_layout == "b"
     plans = {name: devices.plan_for(tiny, replace(config, expert_layout=name), 4 * GIB) for name in ("auto", "a", "b")}
     assert {name: found.options.layout for name, found in plans.items()} == {"auto": "a", "a": "a", "b": "b"}
     room = plans["b"].card_bytes

@@ -121,11 +121,11 @@ def test_the_layout_of_the_experts_is_passed_on_and_logged(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    assert load_backend(ServerConfig(model=model)).engine.config.expert_layout == "auto"
+    assert load_backend(ServerConfig(model=model)).engine.config.expert_layout == "b"
     assert "layout" not in caplog.text  # the CPU has no choice
     monkeypatch.setattr(Engine, "expert_layout", "b")
-    assert load_backend(ServerConfig(model=model, expert_layout="b")).engine.config.expert_layout == "b"
-    assert "experts are in layout B (--expert-layout b)" in caplog.text
+    assert load_backend(ServerConfig(model=model, expert_layout="a")).engine.config.expert_layout == "a"
+    assert "experts are in layout B (--expert-layout a)" in caplog.text
     with pytest.raises(Ds4Error, match="expert_layout is 'c', but must be auto, a or b"):
         ServerConfig(expert_layout="c")  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ class Job:
     threads: int | None = None
     chunk: int | None = None
     quality: bool = False
-    layout: Layout = "auto"
+    layout: Layout = "b"
     alloc: int | None = None
     wanted: dict[str, Any] = field(default_factory=dict)
     prompt: Path | None = None

@@ -64,7 +64,7 @@ class Options:
     device: str = "auto"
     sessions: int | None = None
     quality: bool = False
-    expert_layout: Layout = "auto"
+    expert_layout: Layout = "b"
     warmup: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
@@ -293,8 +293,8 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", whole(1))
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     _flag(group, "--quality", quality)
-    layout = "of IQ2_XXS experts on a CUDA device: a (faster), b (smaller), or auto: a if everything fits (auto)"
-    _flag(group, "--expert-layout NAME", layout, expert_layout, "auto")
+    layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
+    _flag(group, "--expert-layout NAME", layout, expert_layout, "b")
     _flag(group, "--no-warmup", "on a CUDA device compile kernels when they are first needed, not at the start")
     group.add_argument("--version", action=_Version, nargs=0, help="print the version")
     topics = f"this text, or one part: {', '.join(TOPICS)}"

@@ -42,8 +42,8 @@ def build_parser() -> Parser:
     parser.add_argument("--prefill-chunk", metavar="N", type=whole(1), help="tokens evaluated in one step")
     parser.add_argument("--device", metavar="NAME", type=device_name, default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--quality", action="store_true", help="compute in float32 on a CUDA device")
-    layout = "of IQ2_XXS experts on a CUDA device: auto, a or b (auto)"
-    parser.add_argument("--expert-layout", metavar="NAME", type=expert_layout, default="auto", help=layout)
+    layout = "of IQ2_XXS experts on a CUDA device: auto, a or b (b)"
+    parser.add_argument("--expert-layout", metavar="NAME", type=expert_layout, default="b", help=layout)
     parser.add_argument("--max-cases", metavar="N", type=whole(1), help="score the first N cases only")
     parser.add_argument(
         "--template", type=template, default="official", metavar="NAME", help="official, or ds4 (official)"

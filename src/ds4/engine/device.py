@@ -139,7 +139,7 @@ def plan_table(
     chunk: int | None = None,
     cards: Sequence[float] | None = None,
     quality: bool = False,
-    expert_layout: ExpertLayout = "auto",
+    expert_layout: ExpertLayout = "b",
 ) -> str:
     """What a model file takes on a CUDA device as text, from its header alone.
 

@@ -50,9 +50,9 @@ class EngineConfig:
         quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the
             results are nearly those of the CPU, but slow, and sessions that step together are computed one after the
             other. The CPU always computes so.
-        expert_layout: how a CUDA device holds experts of type IQ2_XXS: "a" (3.19 bits a weight, faster decode), "b"
-            (2.19 bits) or "auto": A where everything fits with it, else B. The results are the same. Other types, and
-            the CPU, have one layout only. Of an engine that was loaded: the one that was taken.
+        expert_layout: how a CUDA device holds experts of type IQ2_XXS: "b" (2.19 bits a weight), "a" (3.19 bits, a
+            little faster for many sessions) or "auto": A where everything fits with it, else B. The results are the
+            same. Other types, and the CPU, have one layout only. Of an engine that was loaded: the one that was taken.
     """
 
     context: int | None = None
@@ -62,7 +62,7 @@ class EngineConfig:
     threads: int | None = None
     sessions: int | None = None
     quality: bool = False
-    expert_layout: Literal["auto", "a", "b"] = "auto"
+    expert_layout: Literal["auto", "a", "b"] = "b"
 
     def __post_init__(self) -> None:
         if type(self.quality) is not bool:

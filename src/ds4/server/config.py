@@ -120,7 +120,7 @@ class ServerConfig:
     threads: int | None = None
     prefill_chunk: int | None = None
     quality: bool = False
-    expert_layout: Literal["auto", "a", "b"] = "auto"
+    expert_layout: Literal["auto", "a", "b"] = "b"
     warmup: bool = True
     checkpoint_mb: int = 1024
     template: str = "official"
@@ -283,7 +283,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
     quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
     model.add_argument("--quality", action="store_true", help=quality)
-    layout = "of IQ2_XXS experts on a CUDA device: a (faster), b (smaller), or auto: a if everything fits (auto)"
+    layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
     model.add_argument("--expert-layout", choices=("auto", "a", "b"), help=layout)
     cold = "on a CUDA device compile kernels when they are first needed, not at the start"
     model.add_argument("--no-warmup", action="store_true", help=cold)
