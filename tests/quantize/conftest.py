@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from ds4.gguf.shape import TINY
+from ds4.quantize.checkpoint import INDEX
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -73,3 +75,11 @@ def copy_of(folder: Path, to: Path) -> Path:
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     return to
+
+
+def spoil_index(folder: Path, change: dict[str, str | None]) -> None:
+    """Change places in a checkpoint's index; None takes a name away."""
+    index = json.loads((folder / INDEX).read_text())
+    places = {**index["weight_map"], **change}
+    index["weight_map"] = {name: file for name, file in places.items() if file is not None}
+    (folder / INDEX).write_text(json.dumps(index))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ds4.errors import Ds4Error
-from ds4.quantize import checkpoint as module
-from ds4.quantize.checkpoint import INDEX, Reader, open_checkpoint
+from ds4.quantize.checkpoint import INDEX, open_checkpoint, read
 from ds4.quantize.decode import DTYPES
-from tests.quantize.conftest import Make, copy_of
+from tests.quantize.conftest import Make, copy_of, spoil_index
 
 
 def test_every_tensor_of_every_shard(toy: Make) -> None:
@@ -31,26 +33,29 @@ def test_slices_are_the_stored_values(toy: Make) -> None:
     checkpoint = open_checkpoint(toy())
     stored = checkpoint.tensors["layers.1.ffn.experts.2.w1.weight"]
     whole = load_file(stored.file)[stored.name]
-    with Reader() as reader:
-        assert torch.equal(reader.read(stored), whole)
-        assert torch.equal(reader.read(stored, slice(3, 9)), whole[3:9])
-        scale = checkpoint.tensors["layers.1.attn.wq_b.scale"]
-        expected = load_file(scale.file)[scale.name][1:2]
-        assert torch.equal(reader.read(scale, slice(1, 2)).view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(read(stored), whole)
+    assert torch.equal(read(stored, slice(3, 9)), whole[3:9])
+    assert torch.equal(read(stored, slice(5, 6), slice(7, 20)), whole[5:6, 7:20])
+    assert read(stored, slice(4, 4)).shape == (0, whole.shape[1])
+    with pytest.raises(ValueError, match="lie in several places"):
+        read(stored, slice(3, 9), slice(0, 1))
+    scale = checkpoint.tensors["layers.1.attn.wq_b.scale"]
+    expected = load_file(scale.file)[scale.name][1:2]
+    assert torch.equal(read(scale, slice(1, 2)).view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_mappings_end_with_the_reader(toy: Make) -> None:
-    """Else the resident set would grow with every shard that was touched."""
-    stored = open_checkpoint(toy()).tensors["embed.weight"]
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(str(stored.file))
-
-    with Reader() as reader:
-        part = reader.read(stored, slice(0, 2))
-        assert mapped() > 0
-    del part
-    assert mapped() == 0
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_type_and_rank_is_read_as_it_is_stored(tmp_path: Path, dtype: str) -> None:
+    bits = torch.randint(0, 256, (3 * 5 * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    items = bits.view(DTYPES[dtype])
+    tensors = {"a.x": items[:3], "b.x": items.view(3, -1, 1), "c.x": items[0].clone(), "d.x": items[:0]}
+    save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    stored = open_checkpoint(tmp_path).tensors
+    for name, value in tensors.items():
+        found = read(stored[name])
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert found.flatten().view(torch.uint8).tolist() == value.flatten().view(torch.uint8).tolist()
 
 
 def test_folders_without_an_index(toy: Make, tmp_path: Path) -> None:
@@ -67,13 +72,6 @@ def test_files_beside_the_index_are_not_read(toy: Make, tmp_path: Path) -> None:
     folder = copy_of(toy(), tmp_path / "c")
     (folder / "consolidated.safetensors").write_bytes(b"junk")
     assert len(open_checkpoint(folder).shards) == 3
-
-
-def spoil_index(folder: Path, change: dict[str, str | None]) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    places = {**index["weight_map"], **change}
-    index["weight_map"] = {name: file for name, file in places.items() if file is not None}
-    (folder / INDEX).write_text(json.dumps(index))
 
 
 def test_what_is_wrong_with_a_folder(toy: Make, tmp_path: Path) -> None:
@@ -119,19 +117,35 @@ def test_an_index_that_is_wrong(toy: Make, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_a_shard_larger_than_memory(toy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its header is read all the same; what PyTorch says when it cannot map it becomes an error with the name."""
+def test_a_shard_larger_than_memory(builder: ModuleType, tmp_path: Path) -> None:
+    """64 GiB in one file, while the process may take 256 MiB more; 4 MiB are read of the end and the middle."""
+    rows, cols = 1 << 20, 1 << 16
+    builder.write_sparse(tmp_path / "model.safetensors", {"head.weight": (torch.int8, (rows, cols))})
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x07")
+    (tmp_path / "config.json").write_text("{}")
+    used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(used.split()[1]) << 10) + (256 << 20), before[1]))
+    try:
+        stored = open_checkpoint(tmp_path).tensors["head.weight"]
+        found = read(stored, slice(rows - 64, rows))
+        assert read(stored, slice(rows // 2, rows // 2 + 64)).count_nonzero() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert int(found[-1, -1]) == 7
+    assert found.count_nonzero() == 1
+
+
+def test_a_shard_that_fails_on_the_way(toy: Make, tmp_path: Path) -> None:
+    """Where a mapping would end the process, there is an error that names the file."""
     folder = copy_of(toy(), tmp_path / "c")
-    original = module.safe_open
-
-    def refusing(file: str, framework: str) -> object:
-        if framework == "pt":
-            raise RuntimeError(f"unable to mmap 53588282336 bytes from file <{file}>: Cannot allocate memory (12)")
-        return original(file, framework=framework)
-
-    monkeypatch.setattr(module, "safe_open", refusing)
-    checkpoint = open_checkpoint(folder)
-    stored = checkpoint.tensors["norm.weight"]
-    with Reader() as reader, pytest.raises(OSError, match="no memory to map this shard") as caught:
-        reader.read(stored)
+    stored = open_checkpoint(folder).tensors["norm.weight"]
+    os.truncate(stored.file, stored.offset + 1)
+    with pytest.raises(Ds4Error, match=r"tensor 'norm.weight': cannot be read, the file has become shorter"):
+        read(stored)
+    stored.file.unlink()
+    with pytest.raises(OSError, match="No such file") as caught:
+        read(stored)
     assert caught.value.filename == str(stored.file)

@@ -28,7 +28,7 @@ from ds4.quantize.checkpoint import open_checkpoint
 from ds4.quantize.convert import Pool, Settings, check_outputs, convert
 from ds4.quantize.plan import FilePlan, Unit, make_plans
 from ds4.quantize.recipe import Recipe, parse_overrides
-from tests.quantize.conftest import TOY, Make, copy_of
+from tests.quantize.conftest import TOY, Make, copy_of, spoil_index
 
 DRIVER = Path(__file__).parent / "kill_driver.py"
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,25 @@ def test_fp4_experts_become_mxfp4_without_loss(toy: Make, tmp_path: Path) -> Non
         assert open_model(out).tensors[name].type == T.MXFP4
         assert torch.equal(values_of(out, name), values_of(exact, name))
         assert len(values_of(out, name).unique()) > 20
+
+
+def test_only_experts_that_are_not_fp4_are_rounded(toy: Make, tmp_path: Path) -> None:
+    """One expert in bfloat16 among those in FP4: the others keep their bytes."""
+    folder = copy_of(toy("official"), tmp_path / "c")
+    stored = open_checkpoint(folder).tensors["layers.2.ffn.experts.1.w2.weight"]
+    tensors = load_file(stored.file)
+    plain = torch.randn(TOY.hidden, TOY.expert_hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    del tensors["layers.2.ffn.experts.1.w2.scale"]
+    tensors[stored.name] = plain
+    save_file(tensors, stored.file)
+    spoil_index(folder, {"layers.2.ffn.experts.1.w2.scale": None})
+    made(toy("official"), tmp_path / "a.gguf", "mxfp4")
+    made(folder, tmp_path / "b.gguf", "mxfp4")
+    name = "blk.2.ffn_down_exps.weight"
+    before, after = (open_model(tmp_path / file).raw(name).reshape(TOY.experts, -1) for file in ("a.gguf", "b.gguf"))
+    assert [bool((x == y).all()) for x, y in zip(before, after, strict=True)] == [True, False, True]
+    error = values_of(tmp_path / "b.gguf", name)[1] - plain.float()
+    assert 0.05 < float(error.norm() / plain.float().norm()) < 0.2
 
 
 def test_hash_tables(toy: Make, tmp_path: Path, builder: Any) -> None:
@@ -350,7 +369,7 @@ def test_a_shard_that_vanishes_on_the_way(toy: Make, tmp_path: Path) -> None:
     folder = copy_of(toy(), tmp_path / "c")
     plans = plans_of(folder, tmp_path / "b.gguf")
     (folder / "model-00003-of-00003.safetensors").write_bytes(b"gone")
-    with pytest.raises(Ds4Error, match=r"model-00003-of-00003.safetensors: not a whole safetensors file"):
+    with pytest.raises(Ds4Error, match=r"model-00003-of-00003.safetensors: tensor .* the file has become shorter"):
         convert(plans, Settings(), nothing, nothing)
     assert names_in(tmp_path) == {"c"}
 

@@ -1,16 +1,15 @@
 """A checkpoint folder as Hugging Face lays it out: config.json, shards of safetensors, an index of them.
 
-Opening reads the shards' headers only. Data are read as slices through a mapping that lives as long as one piece of
-work, so that neither the heap nor the resident set grows with the checkpoint.
+Opening reads the shards' headers only. Data are read slice by slice into memory of their own: a shard may be larger than
+that of the machine, and a disk that fails gives an error, which a mapping answers with the end of the process.
 """
 
 from __future__ import annotations
 
-import errno
 import json
+import math
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ds4.errors import Ds4Error
+from ds4.quantize.decode import DTYPES
 
 INDEX = "model.safetensors.index.json"
 _MAX_JSON = 256 << 20
@@ -27,12 +27,18 @@ _AGAIN = "download the checkpoint again"
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the checkpoint: its name, the shard it lies in, safetensors' name of its type, its shape."""
+    """One tensor of the checkpoint.
+
+    Attributes:
+        file: the shard that it lies in, `offset` bytes behind the start.
+        dtype: safetensors' name of its type.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def where(self) -> str:
@@ -129,54 +135,47 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
 
 
 def _header(shard: Path) -> dict[str, Stored]:
+    """Name -> tensor. That the header is whole, and the file as long as it says, is safetensors' check."""
     try:
-        opened = _open(shard, "np")
-    except OSError as error:
-        raise Ds4Error(f"{shard}: cannot be opened: {error.strerror or error}; check the file") from error
-    with opened as file:
-        tensors = {}
-        for name in file.keys():  # noqa: SIM118  (the handle is no dict)
-            part = file.get_slice(name)
-            tensors[name] = Stored(name, shard, part.get_dtype(), tuple(part.get_shape()))
-    return tensors
-
-
-def _open(shard: Path, framework: str) -> Any:
-    """A handle. "np" maps read-only, "pt" a private copy, which may be refused for a shard larger than memory."""
-    try:
-        return safe_open(str(shard), framework=framework)
+        with safe_open(str(shard), framework="np"), shard.open("rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(begin - 8))
     except SafetensorError as error:
         raise Ds4Error(f"{shard}: not a whole safetensors file ({error}); {_AGAIN}") from error
-    except RuntimeError as error:  # PyTorch's, of mmap
-        text = "no memory to map this shard: make smaller shards, or let the system overcommit memory"
-        raise OSError(errno.ENOMEM, text, str(shard)) from error
+    except OSError as error:
+        raise Ds4Error(f"{shard}: cannot be opened: {error.strerror or error}; check the file") from error
+    entries.pop("__metadata__", None)
+    return {
+        name: Stored(name, shard, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
 
 
-class Reader:
-    """Reads slices; a context whose end lets go of every mapping that it made. Not shared between threads."""
+def read(stored: Stored, *ranges: slice) -> torch.Tensor:
+    """The part of a tensor that one slice per leading dim cuts out, as stored, in memory of its own.
 
-    def __init__(self) -> None:
-        self._open = ExitStack()
-        self._files: dict[Path, Any] = {}
+    Args:
+        ranges: all but the last one cut out a single index, so that the part is one piece of the file.
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
-        self._open.close()
-
-    def read(self, stored: Stored, *ranges: slice) -> torch.Tensor:
-        """The part of a tensor that one slice per leading dim cuts out, as stored; it may be a view of the mapping.
-
-        Raises:
-            Ds4Error: the shard is not what it was. OSError: it cannot be opened (any more); that may pass.
-        """
-        file = self._files.get(stored.file)
-        if file is None:
-            file = self._files[stored.file] = self._open.enter_context(_open(stored.file, "pt"))
-        try:
-            tensor: torch.Tensor = file.get_slice(stored.name)[ranges] if ranges else file.get_tensor(stored.name)
-        except (SafetensorError, TypeError, ValueError) as error:
-            raise Ds4Error(f"{stored.where}: cannot be read ({error}); {_AGAIN}") from error
-        return tensor
+    Raises:
+        Ds4Error: the shard is not what it was. OSError: it cannot be read (any more); that may pass.
+    """
+    dtype, sizes, first = DTYPES[stored.dtype], list(stored.shape), 0
+    for dim, part in enumerate(ranges):
+        start, stop, _ = part.indices(sizes[dim])
+        if math.prod(sizes[:dim]) != 1:
+            raise ValueError(f"{ranges} of {stored.name!r} {list(stored.shape)} lie in several places")
+        first += start * math.prod(sizes[dim + 1 :])
+        sizes[dim] = stop - start
+    values = torch.empty(sizes, dtype=dtype)
+    left, place = memoryview(values.view(-1).view(torch.uint8).numpy()), stored.offset + first * dtype.itemsize
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            while left:
+                count = os.preadv(file.fileno(), [left], place)
+                if count == 0:
+                    raise Ds4Error(f"{stored.where}: cannot be read, the file has become shorter; {_AGAIN}")
+                left, place = left[count:], place + count
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(stored.file)) from error
+    return values

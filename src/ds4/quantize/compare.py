@@ -16,7 +16,6 @@ from ds4.errors import Ds4Error
 from ds4.gguf.blocks import dequantize
 from ds4.gguf.header import map_file, read_header, row_bytes
 from ds4.quantize.convert import Settings
-from ds4.quantize.importance import importance_of
 from ds4.quantize.plan import FilePlan, Output, Unit
 
 
@@ -98,13 +97,13 @@ def _of_file(plan: FilePlan, wanted: list[Output], settings: Settings) -> Iterat
                 f"{plan.path}: tensor {output.name!r} {what}, expected {output.dims}; it is of another model"
             )
         raw = data[info.offset : info.offset + info.nbytes]
-        sums, by_importance = _Sums(), True
+        sums, importance = _Sums(), settings.importance.get(output.name)
         for unit in (unit for unit in units if unit.output is output):
             expected, found = _pair(unit, raw, info.type, settings.device)
-            vector = importance_of(unit, settings.importance)
-            by_importance &= vector is not None
-            sums.add(unit, found, expected, None if vector is None else torch.from_numpy(vector))
-        yield _result(output, info.type, sums, by_importance)
+            # As it was measured: an expert that no token needed has no part in the weighted error.
+            vector = None if importance is None else torch.tensor(importance[unit.part])
+            sums.add(unit, found, expected, vector)
+        yield _result(output, info.type, sums, importance is not None)
 
 
 def _pair(

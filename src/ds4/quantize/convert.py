@@ -175,7 +175,7 @@ def encode_unit(unit: Unit, experts: int, settings: Settings) -> npt.NDArray[np.
     source, type = output.source, output.type
     if type == GGMLQuantizationType.I32:
         data = encode_table(source.read_integers(), experts, output.name)
-    elif type == GGMLQuantizationType.MXFP4 and source.is_fp4:
+    elif type == GGMLQuantizationType.MXFP4 and source.is_fp4(unit.part):
         data = source.read_mxfp4(unit.part, unit.start, unit.stop).numpy()
     else:
         values = source.read(unit.part, unit.start, unit.stop, settings.device)

@@ -48,7 +48,8 @@ def draft_tensors(names: Iterable[str], shape: Shape, config: Mapping[str, Any])
     stages = sorted({int(m[1]) for name in names if (m := re.match(r"mtp\.(\d+)\.", name))})
     if stages != list(range(len(stages))):
         raise Ds4Error(f"the checkpoint has draft stages {stages}, expected them numbered from 0")
-    block = replace(shape, layers=len(stages), ratios=(0,) * len(stages), hash_layers=0)
+    # The types of a strict profile are wanted whatever the model's own is; `custom` leaves them open.
+    block = replace(shape, name="flash", layers=len(stages), ratios=(0,) * len(stages), hash_layers=0)
     specs: dict[str, TensorSpec] = {}
     for stage in stages:
         for name, spec in expected_tensors(block).items():

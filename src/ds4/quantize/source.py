@@ -11,7 +11,7 @@ import torch
 
 from ds4.errors import Ds4Error
 from ds4.quantize import decode
-from ds4.quantize.checkpoint import Checkpoint, Reader, Stored
+from ds4.quantize.checkpoint import Checkpoint, Stored, read
 from ds4.quantize.names import places
 
 
@@ -45,59 +45,55 @@ class Source:
     cols: int
     tile: tuple[int, int]
 
-    @property
-    def is_fp4(self) -> bool:
-        """Every part is packed FP4 with E8M0 scales."""
-        return all(part.weight.dtype in decode.PACKED and part.scale is not None for part in self.parts)
+    def is_fp4(self, number: int) -> bool:
+        """A part is packed FP4, which has E8M0 scales; of some models only some experts are."""
+        return self.parts[number].weight.dtype in decode.PACKED and self.parts[number].scale is not None
 
     def read(self, number: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """Rows start..stop of a part as float32 [rows, cols] on `device`; `start` is a multiple of the tile's rows.
 
         Raises:
-            Ds4Error: a value is not a finite number, or the shard is damaged. OSError: it cannot be opened.
+            Ds4Error: a value is not a finite number, or the shard is damaged. OSError: it cannot be read.
         """
         part = self.parts[number]
-        with Reader() as reader:
-            weight, scale = self._cut(reader, part, start, stop)
-            weight = weight.to(device)
-            if scale is None:
-                values = weight.float()
-            elif part.weight.dtype == "F8_E4M3":
-                values = decode.fp8(weight, scale.to(device), self.tile)
-            else:
-                values = decode.fp4(weight, scale.to(device))
-            self._check_finite(values, part)
-            # A view would keep the mapping alive.
-            return values.clone() if values.data_ptr() == weight.data_ptr() else values
+        weight, scale = self._cut(part, start, stop)
+        weight = weight.to(device)
+        if scale is None:
+            values = weight.float()
+        elif part.weight.dtype == "F8_E4M3":
+            values = decode.fp8(weight, scale.to(device), self.tile)
+        else:
+            values = decode.fp4(weight, scale.to(device))
+        self._check_finite(values, part)
+        return values
 
     def read_mxfp4(self, number: int, start: int, stop: int) -> torch.Tensor:
         """The same rows of a packed FP4 part as MXFP4 blocks, uint8 [rows, 17 * cols / 32]."""
         part = self.parts[number]
-        with Reader() as reader:
-            weight, scale = self._cut(reader, part, start, stop)
-            assert scale is not None
-            self._check_finite(decode.scales(scale) * max(decode.FP4_VALUES), part)
-            return decode.mxfp4(weight, scale)
+        weight, scale = self._cut(part, start, stop)
+        assert scale is not None
+        self._check_finite(decode.scales(scale) * max(decode.FP4_VALUES), part)
+        return decode.mxfp4(weight, scale)
 
     def read_integers(self) -> torch.Tensor:
         """An integer table whole, int64 [rows, cols]."""
-        with Reader() as reader:
-            return reader.read(self.parts[0].weight).to(torch.int64).view(self.rows, self.cols).clone()
+        return read(self.parts[0].weight).to(torch.int64).view(self.rows, self.cols)
 
-    def _cut(self, reader: Reader, part: Part, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _cut(self, part: Part, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of the weights, as stored, and the scales that belong to them."""
         width = self.cols // 2 if part.scale is not None and part.weight.dtype in decode.PACKED else self.cols
         if len(part.weight.shape) < 2 or _squeezed(part.weight.shape) == (self.cols,):
-            return reader.read(part.weight).reshape(self.rows, self.cols), None
+            return read(part.weight).reshape(self.rows, self.cols), None
         rows = slice(part.first_row + start, part.first_row + stop)
         if part.expert is not None:
-            fused = reader.read(part.weight, slice(part.expert, part.expert + 1), rows)
+            fused = read(part.weight, slice(part.expert, part.expert + 1), rows)
             return fused.reshape(stop - start, width), None
-        weight = reader.read(part.weight, rows)
+        weight = read(part.weight, rows)
         if part.scale is None:
             return weight, None
         if part.weight.dtype == "F8_E4M3":
-            return weight, reader.read(part.scale, slice(start // self.tile[0], -(-stop // self.tile[0])))
-        return weight, reader.read(part.scale, rows)
+            return weight, read(part.scale, slice(start // self.tile[0], -(-stop // self.tile[0])))
+        return weight, read(part.scale, rows)
 
     def _check_finite(self, values: torch.Tensor, part: Part) -> None:
         low, high = torch.aminmax(values)  # a NaN anywhere makes both NaN
