@@ -65,6 +65,15 @@ def test_encode_on_a_gpu(kind: GGMLQuantizationType) -> None:
     assert mine <= 1.002 * theirs
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_any_gpu_of_a_machine(kind: GGMLQuantizationType) -> None:
+    """Not only the current one of the thread."""
+    values = torch.from_numpy(np.random.default_rng(6).standard_normal((4, 512), dtype=np.float32))
+    found = codes.encode(values, kind, device="cuda:1")
+    assert np.array_equal(found, codes.encode(values, kind, device="cuda:0"))
+
+
 def test_kernels_compile_for_a_gpu() -> None:
     """In a process of its own, where triton compiles and does not interpret; needs no GPU.
 

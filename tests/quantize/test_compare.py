@@ -66,6 +66,11 @@ def test_importance_weighs_columns_of_each_expert(changed: list[FilePlan]) -> No
     energy = (vectors[:, None, :].astype(np.float64) * weights(changed) ** 2).sum()
     assert found.weighted == pytest.approx(BY * math.sqrt(vectors[EXPERT, COL] / energy), rel=1e-5)
     assert found.by_importance
+    vectors[0] = 0  # of this expert nothing was measured
+    (without,) = compare(changed, NAME, Settings(importance=fit(changed, {NAME: vectors}, Path("x.dat"))))
+    energy = (vectors[:, None, :].astype(np.float64) * weights(changed) ** 2).sum()
+    assert without.weighted == pytest.approx(BY * math.sqrt(vectors[EXPERT, COL] / energy), rel=1e-5)
+    assert without.by_importance
 
 
 def test_patterns_and_unknown_names(changed: list[FilePlan]) -> None:

@@ -25,6 +25,7 @@ from ds4.gguf.file import collect_problems, open_model
 from ds4.quantize import convert as conversion
 from ds4.quantize import journal
 from ds4.quantize.checkpoint import open_checkpoint
+from ds4.quantize.compare import compare
 from ds4.quantize.convert import Pool, Settings, check_outputs, convert
 from ds4.quantize.plan import FilePlan, Unit, make_plans
 from ds4.quantize.recipe import Recipe, parse_overrides
@@ -135,6 +136,23 @@ def test_only_experts_that_are_not_fp4_are_rounded(toy: Make, tmp_path: Path) ->
     assert [bool((x == y).all()) for x, y in zip(before, after, strict=True)] == [True, False, True]
     error = values_of(tmp_path / "b.gguf", name)[1] - plain.float()
     assert 0.05 < float(error.norm() / plain.float().norm()) < 0.2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["q2-q4", "mxfp4"])
+def test_a_gpu_makes_the_same_files(toy: Make, tmp_path: Path, recipe: str) -> None:
+    """But for ties among codes: every tensor is as near to the checkpoint as from the CPU, plain ones are the same."""
+    device = torch.device("cuda")
+    made(toy(), tmp_path / "cpu.gguf", recipe)
+    again = made(toy(), tmp_path / "gpu.gguf", recipe, device=device, jobs=4)
+    assert again == made(toy(), tmp_path / "again.gguf", recipe, device=device)
+    plans = plans_of(toy(), tmp_path / "cpu.gguf", recipe)
+    on_cpu = list(compare(plans, "*", Settings()))
+    on_gpu = list(compare([replace(plans[0], path=tmp_path / "gpu.gguf")], "*", Settings()))
+    for mine, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert mine.rms == pytest.approx(
+            theirs.rms, rel=0.01, abs=0.0 if mine.type in (T.F32, T.F16, T.MXFP4) else 1e-6
+        )
 
 
 def test_hash_tables(toy: Make, tmp_path: Path, builder: Any) -> None:

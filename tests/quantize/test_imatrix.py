@@ -122,6 +122,7 @@ def test_every_cut_is_refused(tmp_path: Path, whole: bytes) -> None:
     [
         (struct.pack("<i", 0), "0 entries"),
         (struct.pack("<i", -1), "-1 entries"),
+        (b"GGUF" + bytes(20), "this is a GGUF file; the legacy format is needed"),
         (struct.pack("<i", 2**31 - 1), "2147483647 entries"),
         (struct.pack("<ii", 1, 2**31 - 1), "the name of entry 0 has 2147483647 bytes"),
         (struct.pack("<ii", 1, 0), "the name of entry 0 has 0 bytes"),

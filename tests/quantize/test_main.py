@@ -309,6 +309,30 @@ def test_a_disk_error_is_one_line(
     assert said(capsys).endswith("Input/output error; when that is mended, the same command goes on where it stopped")
 
 
+def test_a_full_folder_for_temporary_files_is_named(
+    toy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")  # as a write says it, without a name
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("gguf.GGUFWriter.write_kv_data_to_file", full)
+    assert run(toy(), "--out", tmp_path / "m.gguf") == 1
+    text = said(capsys)
+    assert f"ds4-quantize: {tmp_path}/tmp" in text
+    assert "header: No space left on device" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_matrices_that_mxfp4_rounds_are_counted(toy: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(toy(), "--dry-run", "-r", "mxfp4") == 0
+    assert "rounded" not in capsys.readouterr().err
+    assert run(toy(), "--dry-run", "-r", "mxfp4", "--override", "shared=MXFP4") == 0
+    assert "MXFP4: 9 of 36 matrices are not FP4 in the checkpoint and are rounded" in capsys.readouterr().err
+    assert run(toy("bf16"), "--dry-run", "-r", "mxfp4") == 0
+    assert "MXFP4: 27 of 27 matrices" in capsys.readouterr().err
+
+
 def test_progress_on_a_terminal_and_in_a_log() -> None:
     terminal = io.StringIO()
     with progress(100, Console(file=terminal, force_terminal=True, width=120)) as advance:

@@ -193,6 +193,19 @@ def test_drafts_in_files_of_their_own(toy: Make) -> None:
     assert b"tokenizer" not in draft.header
 
 
+@pytest.mark.parametrize("drafts", ["mtp", "dspark"])
+def test_types_of_drafts_do_not_depend_on_the_profile(toy: Make, tiny: Path, drafts: str) -> None:
+    """Of a custom model, and of one that an override makes so, they are those of the published file."""
+    folders = [(toy("official", drafts), ()), (toy("official", drafts), ("output=F16",))]
+    if drafts == "mtp":
+        folders += [(tiny, ()), (tiny, ("output=F16",))]
+    for folder, overrides in folders:
+        found = types(plans_of(folder, "q2", *overrides)[1])
+        assert found["mtp.0.attn_q_b.weight"] == found["mtp.0.ffn_down_shexp.weight"] == T.Q8_0
+        assert found["mtp.0.attn_norm.weight"] == found["mtp.0.ffn_gate_inp.weight"] == T.F32
+        assert found["mtp.0.ffn_down_exps.weight"] == T.Q4_K
+
+
 def test_draft_stages_must_be_whole(toy: Make) -> None:
     checkpoint = open_checkpoint(toy("official", "dspark"))
     tensors = {name: t for name, t in checkpoint.tensors.items() if not name.startswith("mtp.1.")}

@@ -233,11 +233,17 @@ def header_bytes(
     """All of a file that lies before the data of its tensors, padded to where they begin.
 
     The data follow in the order of `tensors` (name -> type and dims, innermost first), each padded to a multiple of
-    `gguf.GGUF_DEFAULT_ALIGNMENT` bytes.
+    `gguf.GGUF_DEFAULT_ALIGNMENT` bytes. The writer needs a file for that, in the folder for temporary ones.
+
+    Raises:
+        OSError: that folder has no room, for example.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header"
-        with _header_written(path, values, tensors):
-            pass
-        header: bytes = path.read_bytes()
+        try:
+            with _header_written(path, values, tensors):
+                pass
+            header: bytes = path.read_bytes()
+        except OSError as error:  # of a write, which names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return header + bytes(-len(header) % GGUF_DEFAULT_ALIGNMENT)

@@ -157,6 +157,11 @@ class _Reader:
     def read(self, experts: int | None) -> Imatrix:
         result = Imatrix()
         count = self.int32("the number of entries")
+        if count == int.from_bytes(b"GGUF", "little"):
+            raise FileFormatError(
+                f"{self.path}: this is a GGUF file; the legacy format is needed (ds4 --imatrix-out, or llama-imatrix "
+                "with --output-format dat)"
+            )
         if not 0 < count <= MAX_ENTRIES:
             raise self.wrong(f"it says that it has {count} entries")
         for number in range(count):

@@ -93,9 +93,15 @@ def _run(options: Options) -> int:
     jobs = options.jobs or (len(os.sched_getaffinity(0)) if device.type == "cpu" else GPU_JOBS)
     settings = Settings(jobs, int(options.memory_gib * (1 << 30)), device, importance, identity)
     console, side = Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True)
+
+    def note(text: str) -> None:
+        side.print(text, highlight=False, markup=False, soft_wrap=True)
+
     if options.imatrix is not None:
         for line in describe(plans, vectors, importance):
-            side.print(f"{options.imatrix}: {line}", highlight=False, markup=False, soft_wrap=True)
+            note(f"{options.imatrix}: {line}")
+    if (rounding := report.rounding_line(plans)) is not None:
+        note(rounding)
     if options.dry_run:
         for plan in plans:
             console.print(report.size_table(plan))
@@ -112,9 +118,7 @@ def _run(options: Options) -> int:
     total = sum(output.n_values for plan in plans for output in plan.outputs)
     try:
         with report.progress(total, side) as progress:
-            convert(
-                plans, settings, progress, lambda text: side.print(text, highlight=False, markup=False, soft_wrap=True)
-            )
+            convert(plans, settings, progress, note)
     except torch.OutOfMemoryError as error:
         raise MemoryError from error
     for plan in plans:

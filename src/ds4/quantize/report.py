@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,6 +38,15 @@ def size_table(plan: FilePlan) -> Table:
     table.add_section()
     table.add_row("file", "", str(len(plan.outputs)), f"{values:,}", f"{plan.size:,}", f"{8 * plan.size / values:.2f}")
     return table
+
+
+def rounding_line(plans: Iterable[FilePlan]) -> str | None:
+    """What MXFP4 cannot take over as it is; None if there is nothing."""
+    outputs = [output for plan in plans for output in plan.outputs if output.type == GGMLQuantizationType.MXFP4]
+    exact = [output.source.is_fp4(part) for output in outputs for part in range(len(output.source.parts))]
+    if all(exact):
+        return None
+    return f"MXFP4: {exact.count(False)} of {len(exact)} matrices are not FP4 in the checkpoint and are rounded"
 
 
 def memory_line(plans: Iterable[FilePlan], jobs: int, memory: int) -> str:

@@ -35,19 +35,20 @@ def encode(values: Tensor, kind: GGMLQuantizationType, importance: Tensor) -> Te
     out = torch.empty(rows, blocks * size, dtype=torch.uint8, device=values.device)
     halves = out.view(torch.int16)
     grid = (rows * blocks,)
-    if kind == GGMLQuantizationType.IQ2_XXS:
-        points, scales = _iq2_tables(values.device)
-        iq2_xxs_kernel[grid](
-            values, importance, points, scales, out, halves, blocks,
-            SCALES=len(scales), ROUNDS=search.ROUNDS_IQ2, num_warps=1,
-        )  # fmt: skip
-    else:
-        n, top, limit = _K_QUANTS[kind]
-        k_quant_kernel[grid](
-            values, importance, _trials(values.device), out, halves, blocks,
-            N=n, TOP=top, LIMIT=limit, TRIALS=len(search.TRIALS), ROUNDS=search.ROUNDS_K,
-            num_warps=1,
-        )  # fmt: skip
+    with torch.cuda.device_of(values):  # kernels are launched on the current device of the thread
+        if kind == GGMLQuantizationType.IQ2_XXS:
+            points, scales = _iq2_tables(values.device)
+            iq2_xxs_kernel[grid](
+                values, importance, points, scales, out, halves, blocks,
+                SCALES=len(scales), ROUNDS=search.ROUNDS_IQ2, num_warps=1,
+            )  # fmt: skip
+        else:
+            n, top, limit = _K_QUANTS[kind]
+            k_quant_kernel[grid](
+                values, importance, _trials(values.device), out, halves, blocks,
+                N=n, TOP=top, LIMIT=limit, TRIALS=len(search.TRIALS), ROUNDS=search.ROUNDS_K,
+                num_warps=1,
+            )  # fmt: skip
     return out
 
 

@@ -85,7 +85,7 @@ def _store_group(values, importance, grid, out, A, B, exponent, energy, d, level
     tl.store(out + 6 + 8 * g + k, ((word >> (8 * k)) & 255).to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])  # one kernel for rows of any length
 def iq2_xxs_kernel(values, importance, grid, scales, out, halves, blocks, SCALES: tl.constexpr, ROUNDS: tl.constexpr):
     """One block: values [rows * blocks, 256], importance [blocks * 256]; out uint8, `halves` the same as int16."""
     block = tl.program_id(0).to(tl.int64)

@@ -91,7 +91,7 @@ def _store_q4(out, codes, sc, mn):
     tl.store(out + 16 + at, packed.to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])  # one kernel for rows of any length
 def k_quant_kernel(
     values,
     importance,
