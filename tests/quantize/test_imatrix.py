@@ -90,6 +90,16 @@ def test_other_programs_read_what_is_saved(tmp_path: Path) -> None:
     assert data[len(expected) :] == b"DS4COUNT" + struct.pack("<IIQQ", 1, 2, 5, 0)
 
 
+def test_experts_without_rows_are_not_measured() -> None:
+    vectors = {name: np.ones((2, 3), np.float32) for name in ("all", "some", "unknown")}
+    saved = Imatrix(vectors, {"all": np.array([5, 1]), "some": np.array([0, 1])})
+    found = saved.measured()
+    assert found["some"].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert found["all"].all()
+    assert found["unknown"].all()
+    assert vectors["some"].all()
+
+
 def test_rows_of_a_tensor() -> None:
     matrix = Imatrix({NAME: np.arange(6, dtype=np.float32).reshape(1, 6), "b": np.ones((3, 2), np.float32)})
     assert matrix.rows(NAME, 3, 2).tolist() == [[0, 1], [2, 3], [4, 5]]

@@ -140,6 +140,7 @@ def test_dry_run_writes_nothing(
     assert re.search(r"gate +│ IQ2_XXS │ +6 │ +3,145,728 │ +811,008 │ +2.06", text)
     assert re.search(r"file +│ +│ +178 │ +18,564,249 │", text)
     assert "(3 jobs, 24.0 MiB for the largest unit, --memory-gib 8)" in text
+    assert re.search(r"memory: [\d.]+ [MG]iB for program, tables and importance; at most 72.0 MiB for the units", text)
     assert list(tmp_path.iterdir()) == []
 
 

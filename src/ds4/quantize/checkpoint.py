@@ -1,7 +1,7 @@
 """A checkpoint folder as Hugging Face lays it out: config.json, shards of safetensors, an index of them.
 
-Opening reads the shards' headers only. Data are read slice by slice into memory of their own: a shard may be larger than
-that of the machine, and a disk that fails gives an error, which a mapping answers with the end of the process.
+Opening reads the shards' headers only. Data are read slice by slice into memory of their own: a shard may be larger
+than that of the machine, and a disk that fails gives an error, where a mapping would end the process.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def read(stored: Stored, *ranges: slice) -> torch.Tensor:
         first += start * math.prod(sizes[dim + 1 :])
         sizes[dim] = stop - start
     values = torch.empty(sizes, dtype=dtype)
-    left, place = memoryview(values.view(-1).view(torch.uint8).numpy()), stored.offset + first * dtype.itemsize
+    left, place = values.view(-1).view(torch.uint8).numpy().data, stored.offset + first * dtype.itemsize
     try:
         with stored.file.open("rb", buffering=0) as file:
             while left:

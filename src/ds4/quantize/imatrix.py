@@ -72,6 +72,16 @@ class Imatrix:
             )
         return vector.reshape(experts, cols)
 
+    def measured(self) -> dict[str, NDArray[np.float32]]:
+        """The vectors, with zeros instead of ones for experts of which it is known that they were given no rows."""
+        empty = {name: counts == 0 for name, counts in self.counts.items()}
+        return {
+            name: np.where(empty[name][:, None], np.float32(0), vector)
+            if name in empty and empty[name].any()
+            else vector
+            for name, vector in self.vectors.items()
+        }
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; an existing one stays as it was unless all went well.
 

@@ -156,7 +156,7 @@ def _importance(path: Path | None) -> tuple[Importance, str, tuple[str, int] | N
         return {}, "", None
     from ds4.quantize import imatrix
 
-    vectors = dict(imatrix.load(path).vectors)
+    vectors = imatrix.load(path).measured()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return vectors, digest, (path.name, len(vectors))

@@ -30,7 +30,7 @@ UNIT_VALUES = 1 << 23
 """Values of a unit at most, unless one tile of rows has more; an expert of Flash is one unit."""
 
 WORK_BYTES = 24
-"""Bytes of memory per value of a unit at its peak, with every copy that reading and encoding make; 14 were seen."""
+"""Bytes of memory per value of a unit at its peak, with every copy that reading and encoding make."""
 
 # llama.cpp's numbers for what a file mostly is (general.file_type).
 _FILE_TYPES = {"q2": 19, "q2-q4": 19, "q4": 15, "mxfp4": 38, "q8": 7}

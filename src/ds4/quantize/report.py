@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from gguf import GGMLQuantizationType
 from rich.console import Console
@@ -50,12 +51,19 @@ def rounding_line(plans: Iterable[FilePlan]) -> str | None:
 
 
 def memory_line(plans: Iterable[FilePlan], jobs: int, memory: int) -> str:
-    """What the units in work take at most."""
+    """What a conversion takes at most: program and tables as measured, and the units in work by their bound."""
     largest = max(unit.work_bytes for plan in plans for unit in plan.units())
+    most = gib(max(min(jobs * largest, memory), largest))
     return (
-        f"memory of the units in work: at most {gib(max(min(jobs * largest, memory), largest))} "
+        f"memory: {gib(_peak())} for program, tables and importance; at most {most} for the units in work "
         f"({jobs} jobs, {gib(largest)} for the largest unit, --memory-gib {memory / (1 << 30):g})"
     )
+
+
+def _peak() -> int:
+    """Most bytes of memory that the process has had so far; `ru_maxrss` can be that of the process that started it."""
+    text = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM:"))
 
 
 def gib(nbytes: float) -> str:
