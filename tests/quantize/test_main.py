@@ -402,3 +402,7 @@ def test_importance_of_another_model_is_told(toy: Make, tmp_path: Path, capsys: 
     Imatrix(dict.fromkeys(names, vector)).save(tmp_path / "all.dat")
     assert run(toy(), "--dry-run", "--imatrix", tmp_path / "all.dat") == 0
     assert len(capsys.readouterr().err.splitlines()) == 1
+    assert run(toy(), "--dry-run", "-r", "mxfp4", "--override", "down=Q2_K", "--imatrix", tmp_path / "all.dat") == 0
+    text = capsys.readouterr().err
+    assert "importance for 3 tensors" in text
+    assert "it changes nothing in 6 tensors, which are MXFP4" in text

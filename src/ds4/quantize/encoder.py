@@ -14,6 +14,9 @@ Bytes = npt.NDArray[np.uint8]
 
 _DTYPES = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
+WEIGHTED = (Type.Q4_K, Type.Q2_K, Type.IQ2_XXS)
+"""Types whose codes importance changes."""
+
 # The largest float16 scale times the largest code: for values with a minimum on the side that has less, for IQ2_XXS the
 # smallest magnitude, since few points of its grid have a larger one everywhere.
 _LARGEST = {Type.Q8_0: 127 * 65504, Type.Q4_K: 63 * 65504, Type.Q2_K: 15 * 65504, Type.IQ2_XXS: 8 * 15.5 / 4 * 65504}

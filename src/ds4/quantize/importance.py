@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4.errors import Ds4Error
+from ds4.quantize.encoder import WEIGHTED
 from ds4.quantize.imatrix import packed
 from ds4.quantize.plan import FilePlan, Unit
 
@@ -51,14 +52,18 @@ def fit(plans: Iterable[FilePlan], vectors: Importance, place: Path) -> dict[str
 
 def describe(plans: Iterable[FilePlan], vectors: Importance, fitting: Importance) -> list[str]:
     """What a user should know of a file that `fit` took: how many tensors it serves, and what does not match."""
-    names = {output.name for plan in plans for output in plan.outputs if not plan.draft}
-    lines = [f"importance for {len(fitting)} tensors"]
-    without = sorted(name for name in names if packed(name) and name not in fitting)
+    types = {output.name: output.type for plan in plans for output in plan.outputs if not plan.draft}
+    known = [name for name in fitting if name in types]
+    used = [name for name in known if types[name] in WEIGHTED]
+    lines = [f"importance for {len(used)} tensors"]
+    if others := sorted({types[name].name for name in known if name not in used}):
+        lines.append(f"it changes nothing in {len(known) - len(used)} tensors, which are {' or '.join(others)}")
+    without = sorted(name for name in types if packed(name) and types[name] in WEIGHTED and name not in fitting)
     if without:
         lines.append(
             f"none for {len(without)} tensors of routed experts, such as {without[0]}; all columns count the same"
         )
-    foreign = sorted(set(vectors) - names)
+    foreign = sorted(set(vectors) - set(types))
     if foreign:
         lines.append(
             f"{len(foreign)} entries are of no tensor of this model, such as {foreign[0]!r}; is it of another?"
