@@ -296,6 +296,7 @@ def test_ctrl_c_keeps_the_work(
     assert "interrupted; the same command goes on where it stopped" in said(capsys)
     assert not out.exists()
     assert run(toy(), "--out", out, "-r", "q4", "-j", 1) == 0
+    assert re.search(r"m.gguf.part: \d+ of \d+ pieces are there from an earlier run", capsys.readouterr().err)
     assert out.exists()
 
 
@@ -349,6 +350,11 @@ def test_progress_on_a_terminal_and_in_a_log() -> None:
     assert lines[0].startswith("10 %, ")
     assert lines[4].endswith("s left")
     assert lines[9].startswith("100 %, ")
+    log = io.StringIO()
+    with progress(100, Console(file=log, width=120)) as advance:
+        advance(40, True)  # found, which is no speed
+        advance(60, False)
+    assert [line.split(",")[0] for line in log.getvalue().splitlines()] == ["100 %"]
 
 
 def test_the_command_is_installed() -> None:

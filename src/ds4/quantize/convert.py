@@ -77,7 +77,7 @@ def convert(plans: Sequence[FilePlan], settings: Settings, progress: Progress, n
             if work.started_over:
                 note(f"{work.part} was of another conversion and is started over")
             try:
-                _write_file(plan, work, settings, progress)
+                _write_file(plan, work, settings, progress, note)
                 _verify(plan, work)
             except Ds4Error:
                 for other in workfiles.values():
@@ -134,10 +134,14 @@ def fingerprint(plan: FilePlan, settings: Settings) -> str:
     return digest.hexdigest()
 
 
-def _write_file(plan: FilePlan, work: Workfile, settings: Settings, progress: Progress) -> None:
+def _write_file(
+    plan: FilePlan, work: Workfile, settings: Settings, progress: Progress, note: Callable[[str], None]
+) -> None:
     """Header and every unit that the journal does not have."""
     units = list(plan.units())
     done = work.finished(units, lambda unit: progress(unit.n_values, True))
+    if done:
+        note(f"{work.part}: {len(done)} of {len(units)} pieces are there from an earlier run")
     work.write(memoryview(plan.header), 0)
     with Pool(settings.jobs, settings.memory) as pool:
         last, waiting = time.monotonic(), 0

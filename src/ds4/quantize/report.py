@@ -124,6 +124,8 @@ class _Lines:
         if step <= self._shown:
             return
         self._shown = step
+        if found:
+            return
         seconds = time.monotonic() - self._start
         speed = self._made / seconds if seconds > 0 else 0.0
         left = f", {(self._total - self._done) / speed:.0f} s left" if speed and step < _QUIET_STEPS else ""
