@@ -304,11 +304,12 @@ def test_a_disk_error_is_one_line(
     toy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(*_: object) -> None:
-        raise OSError(5, "Input/output error", "somewhere")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("os.fdatasync", failing)
     assert run(toy(), "--out", tmp_path / "m.gguf", "-r", "q4") == 1
-    assert said(capsys).endswith("Input/output error; when that is mended, the same command goes on where it stopped")
+    ending = "m.gguf.part: Input/output error; when that is mended, the same command goes on where it stopped"
+    assert said(capsys) == f"ds4-quantize: {tmp_path}/{ending}"
 
 
 def test_a_full_folder_for_temporary_files_is_named(

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds4.errors import Ds4Error
@@ -156,9 +156,10 @@ class Workfile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write bytes at a place of the file; may be called from several threads."""
-        while data:
-            written = os.pwrite(self._data, data, offset)
-            data, offset = data[written:], offset + written
+        with _named(self.part):
+            while data:
+                written = os.pwrite(self._data, data, offset)
+                data, offset = data[written:], offset + written
 
     def note(self, number: int, sum: int) -> None:
         """A unit has been written; the next `commit` makes that last."""
@@ -167,15 +168,18 @@ class Workfile:
     def commit(self) -> None:
         """Put the noted units on disk, bytes first."""
         if self._waiting:
-            os.fdatasync(self._data)
+            with _named(self.part):
+                os.fdatasync(self._data)
             lines = "".join(f"{number} {sum:08x}\n" for number, sum in self._waiting)
-            _append(self._log, lines)
-            os.fdatasync(self._log)
+            with _named(self.journal):
+                _append(self._log, lines)
+                os.fdatasync(self._log)
             self._waiting.clear()
 
     def sync(self) -> None:
         """Everything that was written is on disk when this returns."""
-        os.fsync(self._data)
+        with _named(self.part):
+            os.fsync(self._data)
 
     def publish(self) -> None:
         """Give the file its name; the journal stays until `forget`."""
@@ -208,6 +212,15 @@ def was_published(out: Path, fingerprint: str) -> bool:
         return False
     with journal.open(encoding="utf-8", errors="replace") as file:
         return file.readline() == json.dumps({"format": FORMAT, "fingerprint": fingerprint}) + "\n"
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of a descriptor, which name no file, name this one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _append(descriptor: int, text: str) -> None:
