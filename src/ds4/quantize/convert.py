@@ -23,7 +23,7 @@ from ds4.quantize.importance import Importance, importance_of
 from ds4.quantize.journal import Workfile, checksum, was_published
 from ds4.quantize.plan import FilePlan, Unit
 
-ENCODING = 1
+ENCODING = 2
 """Raised when the same input gives other bytes than before; it is part of the fingerprint."""
 
 COMMIT_SECONDS = 5.0
