@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -280,19 +281,28 @@ def test_ctrl_c_keeps_the_work(
 ) -> None:
     from ds4.quantize import convert as conversion
 
-    original, count = conversion.encode_unit, 0
+    original, count, noticed = conversion.encode_unit, 0, threading.Event()
 
     def interrupting(*args: object) -> object:
         nonlocal count
         count += 1
         if count == 30:
-            signal.raise_signal(signal.SIGINT)
+            # To the thread that waits, as a terminal's would go, and not on before it has noticed.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert noticed.wait(60)
         return original(*args)  # type: ignore[arg-type]
 
+    def notice(number: int, frame: object) -> None:
+        noticed.set()
+        raise KeyboardInterrupt
+
     out = tmp_path / "m.gguf"
+    before = signal.signal(signal.SIGINT, notice)
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "encode_unit", interrupting)
-        assert run(toy(), "--out", out, "-r", "q4", "-j", 1) == 130
+        code = run(toy(), "--out", out, "-r", "q4", "-j", 1)
+    signal.signal(signal.SIGINT, before)
+    assert code == 130
     assert "interrupted; the same command goes on where it stopped" in said(capsys)
     assert not out.exists()
     assert run(toy(), "--out", out, "-r", "q4", "-j", 1) == 0
