@@ -209,6 +209,28 @@ def test_chosen_tokens_are_evaluated_before_anybody_asks(
     assert made == [2, 2]
 
 
+def test_tokens_are_chosen_where_there_is_no_room_to_go_on(
+    file: ModelFile, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of a step that nothing was warmed up for are missing: only who asks for that step is told."""
+    engine = load(file, device)
+    session = engine.session()
+    session.sync(IDS)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+
+    def no_room(rows: int) -> StepBuffers:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "buffers", no_room)
+        (choice,) = engine.sample([SampleRow(session, Sampler(Sampling(temperature=0)))])
+        assert isinstance(choice, Choice)
+        assert choice.token == int(session.logits.argmax())
+        with pytest.raises(Ds4Error, match="memory of .* is not enough"):
+            session.engine.step([(session, [choice.token])])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_between_steps_only_the_tokens_are_waited_for(file: ModelFile, device: str) -> None:
     engine = load(file, device)

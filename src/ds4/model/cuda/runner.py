@@ -212,7 +212,8 @@ class CudaRunner:
             nonlocal begun
             begun = self._run_ahead(states, tokens)
 
-        chosen = self._tokens.sample(draws, best, go_on if alone else None)
+        with _on(self.model.device):
+            chosen = self._tokens.sample(draws, best, go_on if alone else None)
         if begun is not None:
             self._ahead = _Ahead(begun, [(state, state.version) for state in states], [token for token, _ in chosen])
         return chosen
@@ -221,11 +222,12 @@ class CudaRunner:
         if len({state.slot for state in states}) < len(states):
             return None
         try:
-            for state in states:
-                state.prepare(1)
+            with _on(self.model.device):  # of buffers that are taken now, if nothing was warmed up
+                for state in states:
+                    state.prepare(1)
+                buffers = self.model.buffers(len(states))
         except Ds4Error:
             return None  # no room: whoever evaluates the tokens will be told
-        buffers = self.model.buffers(len(states))
         _fill(buffers, [(state.length, state.slot, 0) for state in states])
         torch.clamp(tokens, min=0, out=buffers.ids[: len(states)])  # -1 where there was none
         for state in states:
