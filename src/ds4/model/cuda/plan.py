@@ -47,7 +47,6 @@ _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
 _SPARE = 2 << 30  # what a default context and layout leave: PyTorch's allocator may keep so much between its blocks
 _SMALL_CONTEXT = 32_768  # a default context is not made smaller than this as long as fewer sessions help
-_GROUPED_ROWS = 16  # from so many rows on, a step sorts its experts
 
 Place = Literal["card", "host"]
 
@@ -62,7 +61,7 @@ class Options:
     Attributes:
         context: tokens of each session.
         sessions: how many are live at once.
-        layout: of IQ2_XXS experts; "a" is faster and larger.
+        layout: of IQ2_XXS experts; "a" is larger, and a little faster for many sessions.
         chunk: tokens of a prefill step.
         experts_at_once: experts whose matrices are decoded at once in prefill.
         checkpoint_bytes: what the ways back into earlier positions may hold, in host memory.
@@ -463,11 +462,7 @@ def step_bytes(shape: Shape, rows: int, keys: int) -> int:
     low = s.o_groups * s.o_lora_rank
     row += 4 * low + _quantised(low) + 4 * s.experts + 8 * top + 8 * s.expert_hidden
     row += top * (4 * s.expert_hidden + _quantised(s.expert_hidden, 1, True)) + _quantised(s.expert_hidden)
-    row += 4 * (top + 1) * s.hidden
-    groups = 0
-    if rows >= _GROUPED_ROWS:
-        groups = 4 * (rows * top + 3 * (s.experts + 1) + max(1, -(-rows * top // 256)) * s.experts)
-    return rows * row + groups
+    return rows * (row + 4 * (top + 1) * s.hidden)
 
 
 def sampling_bytes(shape: Shape, rows: int) -> int:
