@@ -227,7 +227,7 @@ def test_tokens_are_chosen_where_there_is_no_room_to_go_on(
         (choice,) = engine.sample([SampleRow(session, Sampler(Sampling(temperature=0)))])
         assert isinstance(choice, Choice)
         assert choice.token == int(session.logits.argmax())
-        with pytest.raises(Ds4Error, match="memory of .* is not enough"):
+        with pytest.raises(Ds4Error, match=r"memory of .* is not enough"):
             session.engine.step([(session, [choice.token])])
 
 
