@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.intrinsics import behind, overlap
-
 _SMALL = 512
 """Pairs that one launch sorts by comparing each with all."""
 
@@ -92,9 +90,7 @@ def _store_tables(counts, offsets, used, tiles, E: tl.constexpr, EP: tl.constexp
 def _small_kernel(
     chosen, order, offsets, used, tiles, P,
     PP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr = 0,
 ):  # fmt: skip
-    behind(PDL)
     q = tl.arange(0, PP)
     keys = _keys(chosen, q, P, E)
     if tl.program_id(0) == 0:
@@ -165,7 +161,6 @@ def group(chosen: Tensor, groups: Groups) -> None:
         _small_kernel[(1 + triton.cdiv(pairs, _RANKS),)](
             chosen, groups.order, groups.offsets, groups.used, groups.tiles, pairs,
             PP=triton.next_power_of_2(pairs), E=experts, EP=padded, RANKS=_RANKS, TILE=groups.tile_rows, num_warps=4,
-            **overlap(early=True),
         )  # fmt: skip
         return
     blocks = triton.cdiv(pairs, _BLOCK)
