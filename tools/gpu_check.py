@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a check; its exit status."""
+    from ds4.engine.device import choose
     from ds4.errors import Ds4Error
     from ds4.process import wait_passively
 
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     wait_passively()
     report = Report(options)
     try:
+        choose(options.device)  # before anything is begun
         CHECKS[options.check](options, report)
     except Ds4Error as problem:
         report.line(f"gpu_check: {problem}")

@@ -37,7 +37,9 @@ from typing import Any
 import torch
 
 from ds4.engine import Engine, Snapshot
+from ds4.engine.device import choose
 from ds4.engine.packing import Part, Receiver, Segment, Target, fingerprint, pack, target
+from ds4.errors import Ds4Error
 from ds4.gguf.file import Identity
 from ds4.gguf.shape import PROFILES, Shape
 from ds4.kvstore.container import Reason
@@ -269,7 +271,7 @@ def device(options: argparse.Namespace) -> int:
     """Restore states into a device, and step while one is saved."""
     shape = next(shape for shape in PROFILES if shape.name == options.shape)
     sys.setswitchinterval(SWITCH_SECONDS)
-    on = torch.device(options.device)
+    on = choose(options.device)
     if on.type == "cuda" and on.index is not None:
         torch.cuda.set_device(on)
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=options.directory) as directory:
@@ -468,7 +470,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (one, two, three):
         each.add_argument("--directory", type=Path, help="where temporary files go")
     options = parser.parse_args(argv)
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except Ds4Error as error:
+        print(f"kv_bench: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

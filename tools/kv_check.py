@@ -430,7 +430,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--seed", type=int, default=0)
         command.set_defaults(run=run)
     options = parser.parse_args(argv)
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except Ds4Error as error:
+        print(f"kv_check: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -357,6 +357,8 @@ def write(
             finally:
                 pool.shutdown(cancel_futures=True)
     except OSError as error:
+        if path.is_file():
+            path.unlink()  # half of it is of no use
         raise Ds4Error(f"{path}: cannot be written: {error.strerror}") from error
     open_model(path)
 

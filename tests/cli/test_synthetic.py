@@ -127,5 +127,15 @@ def test_what_cannot_be_done_is_said(synthetic: ModuleType, tmp_path: Path, caps
     assert "/nowhere: cannot be used as a tokenizer.json" in capsys.readouterr().err
     assert synthetic.main(["--out", str(tmp_path), "--shape", "tiny", "--tokenizer", str(TOKENIZER)]) == 1
     assert "cannot be written" in capsys.readouterr().err
+    path = tmp_path / "full.gguf"
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic.os, "pwrite", full)
+        assert synthetic.main(["--out", str(path), "--shape", "tiny", "--tokenizer", str(TOKENIZER)]) == 1
+    assert "cannot be written: No space left" in capsys.readouterr().err
+    assert not path.exists()
     with pytest.raises(SystemExit):
         synthetic.main(["--out", str(tmp_path / "x"), "--expert-sets", "44"])
