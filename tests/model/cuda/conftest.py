@@ -27,7 +27,7 @@ _REAL_EXPERTS = "test_the_first_token"
 def large_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a program of a few rows as for one of many, so it gets few.
 
-    Decoding planes and decode's experts, which have tests of their own, are left to torch; but in one test.
+    Decoding planes and experts, which have tests of their own, are left to torch; experts but in one test.
     """
     name = request.node.nodeid
     if torch.cuda.is_available() or not any(whole in name for whole in _WHOLES) or any(n in name for n in _AS_THEY_ARE):
@@ -49,12 +49,43 @@ def large_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(prefill, "dequantise_experts", dequantise_experts)
     monkeypatch.setattr(forward, "splits_for", lambda rows, heads: 2)
+    if _REAL_EXPERTS not in name:
+        monkeypatch.setattr(prefill, "gate_up_fused", gate_up_fused)
+        monkeypatch.setattr(prefill, "down_fused", down_fused)
     if _REAL_EXPERTS in name:
         for part in ("gate_up", "down"):
             monkeypatch.setattr(forward, part, partial(getattr(experts, part), tile=experts.Tile(warps=4)))
     else:
         monkeypatch.setattr(forward, "gate_up", gate_up)
         monkeypatch.setattr(forward, "down", down)
+
+
+def gate_up_fused(
+    x: Any, chosen: Any, groups: Any, gate: Any, up: Any, gain: float, clamp: float, out: torch.Tensor
+) -> None:
+    """`experts_fused.gate_up_fused` in torch."""
+    from ds4.ops.kernels.experts_fused import fragments, natural
+
+    rows, gates, ups = natural(x), weights_of(gate), weights_of(up)
+    for e, place in places_of(groups):
+        inputs = rows[groups.order[place].long() // chosen.shape[1]]
+        out[place] = fragments(ops.swiglu(inputs @ torch.cat((gates[e], ups[e])).t(), clamp), out.dtype)
+
+
+def down_fused(h: Any, chosen: Any, groups: Any, p: Any, gain: float, weights: Any, out: torch.Tensor) -> None:
+    """`experts_fused.down_fused` in torch."""
+    from ds4.ops.kernels.experts_fused import natural
+
+    rows, matrices = natural(h), weights_of(p)
+    for e, place in places_of(groups):
+        pairs = groups.order[place].long()
+        out.flatten(0, 1)[pairs] = (rows[place] @ matrices[e].t()) * weights.flatten()[pairs].unsqueeze(1)
+
+
+def places_of(groups: Any) -> list[tuple[int, slice]]:
+    """The experts that have pairs, and where these are in the order."""
+    ends = groups.offsets.tolist()
+    return [(e, slice(*ends[e : e + 2])) for e in range(groups.experts) if ends[e] < ends[e + 1]]
 
 
 def weights_of(p: Any) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Options:
         sessions: how many are live at once.
         layout: of IQ2_XXS experts; "a" is larger, and a little faster for many sessions.
         chunk: tokens of a prefill step.
-        experts_at_once: experts whose matrices are decoded at once in prefill.
+        experts_at_once: with `quality`, experts whose matrices are decoded at once in prefill.
         checkpoint_bytes: what the ways back into earlier positions may hold, in host memory.
         quality: matrices and activations are float32, and every step is one of prefill.
     """
@@ -407,17 +407,19 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     attention = t * (projected + indexer + 2 * half * wide + half * low + 4 * s.hidden) + scores
     pairs = t * s.experts_used
     experts = pairs * (half * s.expert_hidden + 4 * s.hidden + 16)
-    experts += t * (3 * half * s.expert_hidden + 4 * s.hidden + 4 * s.experts)
+    experts += t * (3 * half * s.expert_hidden + (4 + half) * s.hidden + 4 * s.experts)
     at_once = min(options.experts_at_once, s.experts)
-    decoded = half * at_once * 2 * s.expert_hidden * s.hidden
+    decoded = 4 * at_once * 2 * s.expert_hidden * s.hidden
     kind = "float32" if options.quality else "bf16"
     part = "scratch of prefill"
-    return [
+    items = [
         Item(part, "streams and inputs", streams, f"{t:,} rows"),
         Item(part, "activations", max(attention, experts), "the larger of attention and experts"),
         Item(part, f"a dense matrix in {kind}", half * dense),
-        Item(part, f"experts in {kind}", decoded, f"gate and up of {at_once} experts at once"),
     ]
+    if options.quality:
+        items.append(Item(part, "experts in float32", decoded, f"gate and up of {at_once} experts at once"))
+    return items
 
 
 def piece_ring(tokens: int, window: int) -> int:
@@ -547,7 +549,8 @@ def _less(plan: MemoryPlan, room: int) -> list[str]:
         plan = other
         advice.append("layout B of the experts (--expert-layout b or auto) is needed, and more")
     chunks = [c for c in _CHUNKS if c < o.chunk]
-    batches = [b for b in _EXPERTS_AT_ONCE if b < min(o.experts_at_once, plan.shape.experts)]
+    at_once = min(o.experts_at_once, plan.shape.experts)
+    batches = [b for b in _EXPERTS_AT_ONCE if b < at_once] if o.quality else []
     found = []
     if context := _most(plan, "context", o.context, room, min(1024, o.context)):
         found.append(f"--ctx {context}")
@@ -563,7 +566,9 @@ def _less(plan: MemoryPlan, room: int) -> list[str]:
     least = plan.change(sessions=1, **small)
     context = _most(least, "context", o.context, room, min(1024, o.context))
     if context:
-        settings = f"a prefill chunk of {small['chunk']} and {small['experts_at_once']} experts at once"
+        settings = f"a prefill chunk of {small['chunk']}"
+        if o.quality:
+            settings += f" and {small['experts_at_once']} experts at once"
         return [*advice, f"together: one session, --ctx {context}, {settings}"]
     weights = plan.bytes_of("weights")
     if weights > room:

@@ -1,9 +1,9 @@
-"""A long piece of one sequence: matrices are decoded to 16 bits, products are those of torch.
+"""A long piece of one sequence: dense matrices are decoded to 16 bits for products of torch, experts inside their own.
 
 The same order of work as in `ds4.model.cuda.forward`. Scratch is taken where it is needed and comes from torch's
 allocator again and again; nothing of a piece stays but the cache. In the interpreter, whose products of 16 bits are
-wrong, matrices are float32; so they are in an exact piece, where besides nothing is rounded for the attention and the
-vocabulary either.
+wrong, matrices are float32; so they are in an exact piece, whose experts are decoded to a scratch, and where besides
+nothing is rounded for the attention and the vocabulary either.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ds4.ops.kernels.attention import attention, prepare_queries
 from ds4.ops.kernels.compress import store_chunk
 from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.expert_energy import expert_energy
+from ds4.ops.kernels.experts_fused import down_fused, fragments, gate_up_fused, natural, tile_rows
 from ds4.ops.kernels.experts_prefill import (
     dequantise_experts,
     dequantise_q8,
@@ -69,7 +70,7 @@ def prefill(
         slot, start: of the sequence, and its length before.
         ids: int32 [tokens], on the device.
         wanted: int64 [n], rows whose logits are wanted, on the device.
-        experts_at_once: experts whose matrices are decoded at once.
+        experts_at_once: experts whose matrices an exact piece decodes at once.
         exact: in float32 throughout; slow.
         energy: as `ds4.model.Taps.expert_energy`; the sums are float32, their counts int32.
 
@@ -297,25 +298,55 @@ class _Chunk:
 
     # -- mixture of experts ------------------------------------------------------------------------------------------
 
-    def _experts(self, number: int, w: DeviceLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _experts(self, number: int, w: DeviceLayer, normed: Tensor) -> tuple[Tensor, Tensor]:
         """What the routed experts give, [tokens, top, hidden], and the shared one, [tokens, hidden]."""
         s, t, top = self.shape, self.tokens, self.shape.experts_used
         logits = self.take(t, s.experts)
-        multiply_f16(x, w.router, logits, self.exact)
+        multiply_f16(normed, w.router, logits, self.exact)
         chosen, weights = self.take(t, top, dtype=torch.int32), self.take(t, top)
         route(w, s, logits, self.ids, chosen, weights, self.positions)
-        few = self.exact and t * top < _MANY_PAIRS * s.experts
-        groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=16 if few else 128)
-        group(chosen, groups)
-        x = x.to(self.half)
-        shared = self.take(t, s.hidden)
+        x, shared = normed.to(self.half), self.take(t, s.hidden)
         both, hidden = self.take_half(t, 2 * s.expert_hidden), self.take_half(t, s.expert_hidden)
         multiply(x, self.dense(w.shared_gate_up), both)
         swiglu(both, s.swiglu_clamp, hidden)
         multiply(hidden, self.dense(w.shared_down), shared)
         del both, hidden
-        h, routed = self.take_half(t * top, s.expert_hidden), self.take(t, top, s.hidden)
-        gates, ups = self.take_half(2, self.experts_at_once, s.expert_hidden, s.hidden)
+        if self.exact:
+            groups, h, routed = self._decoded_experts(w, x, chosen, weights)
+        else:
+            groups, h, routed = self._fused_experts(number, w, normed, chosen, weights)
+        if self.energy is not None:
+            sums = ops.ExpertEnergy(
+                self.take(s.experts, s.hidden), self.take(s.experts, s.expert_hidden), groups.offsets.diff()
+            )
+            expert_energy(x, h, weights, groups, sums.gate_up, sums.down)
+            self.energy(number, sums if self.exact else replace(sums, down=natural(sums.down)))
+        return routed, shared
+
+    def _fused_experts(
+        self, number: int, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
+    ) -> tuple[Groups, Tensor, Tensor]:
+        """The groups, what is between the products, in the order of `fragments`, and what the experts give."""
+        s, (t, top) = self.shape, chosen.shape
+        half = torch.float16 if self.half == torch.bfloat16 else torch.float32
+        gate_up, down = self.model.expert_gains[number]
+        groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=tile_rows(t * top, s.experts))
+        group(chosen, groups)
+        h, routed = self.take(t * top, s.expert_hidden, dtype=half), self.take(t, top, s.hidden)
+        gate_up_fused(fragments(x, half), chosen, groups, w.gate, w.up, gate_up, s.swiglu_clamp, h)
+        down_fused(h, chosen, groups, w.down, down, weights, routed)
+        return groups, h, routed
+
+    def _decoded_experts(
+        self, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
+    ) -> tuple[Groups, Tensor, Tensor]:
+        """As `_fused_experts`, in float32 and in the natural order."""
+        s, (t, top) = self.shape, chosen.shape
+        few = t * top < _MANY_PAIRS * s.experts
+        groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=16 if few else 128)
+        group(chosen, groups)
+        h, routed = self.take(t * top, s.expert_hidden), self.take(t, top, s.hidden)
+        gates, ups = self.take(2, self.experts_at_once, s.expert_hidden, s.hidden)
         for first in range(0, s.experts, self.experts_at_once):
             count = min(self.experts_at_once, s.experts - first)
             dequantise_experts(w.gate, gates[:count], first, groups)
@@ -326,10 +357,4 @@ class _Chunk:
             count = min(self.experts_at_once, s.experts - first)
             dequantise_experts(w.down, downs[:count], first, groups)
             down_grouped(h, chosen, groups, downs[:count], weights, first, routed)
-        if self.energy is not None:
-            sums = ops.ExpertEnergy(
-                self.take(s.experts, s.hidden), self.take(s.experts, s.expert_hidden), groups.offsets.diff()
-            )
-            expert_energy(x, h, weights, groups, sums.gate_up, sums.down)
-            self.energy(number, sums)
-        return routed, shared
+        return groups, h, routed

@@ -22,6 +22,7 @@ from ds4.model.cuda.transfer import ReceivedPages
 from ds4.model.cuda.weights import DeviceWeights, RawSource
 from ds4.model.deepseek_v4 import Taps
 from ds4.model.draw import Draw
+from ds4.ops.kernels.experts_fused import tile_lengths, tile_rows
 from ds4.ops.kernels.planes import Iq2Layout
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class RunnerConfig:
         slots: sequences that can exist at once.
         chunk: most tokens of a long piece.
         short: pieces of up to so many tokens go through the kernels of decode, at most 64.
-        experts_at_once: experts that a long piece decodes at once.
+        experts_at_once: experts that a long piece decodes at once with `quality`.
         layout: of IQ2_XXS experts.
         graphs: capture decode steps; None: where the device is a CUDA one.
         limits: ratio -> pages of its pool, taken at the start; all that the slots can fill where one is missing.
@@ -299,6 +300,10 @@ class CudaRunner:
         if not c.quality:
             lengths = {length for length in lengths if length > c.short}
         s = self.shape
+        tiles = {tile_rows(length * s.experts_used, s.experts) for length in lengths}
+        for length in tile_lengths(s.experts_used, s.experts):
+            if c.short < length <= min(c.chunk, context) and tile_rows(length * s.experts_used, s.experts) not in tiles:
+                lengths.add(length)
         chosen_from = (s.index_top_k + 1) * s.sparse_ratio if s.sparse_ratio in s.ratios else 0
         # The longest first, so that the scratch of the others is cut out of what it leaves.
         for length in sorted(lengths, reverse=True):

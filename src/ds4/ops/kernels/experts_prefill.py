@@ -19,79 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.expert_formats import exponent_scale, load_table, q4_minimum
+from ds4.ops.kernels.expert_chunks import chunk_bytes, load_chunk
+from ds4.ops.kernels.expert_formats import load_table
 from ds4.ops.kernels.expert_programs import advance
 from ds4.ops.kernels.experts import pointers
 from ds4.ops.kernels.grouping import Groups
-from ds4.ops.kernels.intrinsics import high_half, lookup_bytes, low_half, use_asm
+from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes, Q8Planes
 
 # --- planes -> 16 bits ------------------------------------------------------------------------------------------------
-# A lane makes eight neighbouring weights: two words of signed bytes, a scale and a minimum.
-
-
-@triton.jit
-def _pair_of_words(p):
-    """The words at p[i] and p[i] + 1."""
-    return tl.split(tl.load(p[:, None] + tl.arange(0, 2)[None, :]))
-
-
-@triton.jit
-def _eight_weights(
-    FORMAT: tl.constexpr, p0, p1, p2, p3, table, lut, c, R: tl.constexpr, U: tl.constexpr, ASM: tl.constexpr
-):
-    """Weights 8 c to 8 c + 7 of row R: two words of bytes, scale, minimum (float32 or 0)."""
-    u = c // 16
-    j = c // 4 % 4
-    k = c % 4
-    if FORMAT == "q8_0":
-        low, high = _pair_of_words(p0 + (R * 32 * U + c * 2))
-        return low, high, tl.load(p1 + (R * 4 * U + c // 4)).to(tl.float32), 0.0
-    elif FORMAT == "iq2_xxs_b" or FORMAT == "iq2_xxs_a":
-        if FORMAT == "iq2_xxs_b":
-            magnitudes = tl.load(table + ((tl.load(p0 + (R * 4 * U + c // 4)) >> (8 * k)) & 255))
-        else:
-            word = 2 * j + k // 2
-            magnitudes = (tl.load(p0 + (R * 8 * U + (word // 4 * U + u) * 4 + word % 4)) >> (2 * (k % 2))) & 0x33333333
-        selector = (((tl.load(p1 + (R * 4 * U + c // 4)) >> k) & 0x11111111) << 2) | magnitudes
-        scale = 2 * ((tl.load(p2 + (R * (U // 2) + u // 2)) >> (16 * (u % 2) + 4 * j)) & 15) + 1
-        d = tl.load(p3 + (R * (U // 2) + u // 2)).to(tl.float32) * 0.125
-        low = lookup_bytes(lut[0], lut[1], selector, ASM)
-        return low, lookup_bytes(lut[0], lut[1], selector >> 16, ASM), d * scale.to(tl.float32), 0.0
-    elif FORMAT == "q2_k":
-        low, high = _pair_of_words(p0 + (R * 8 * U + (k // 2 * U + u) * 4 + k % 2 * 2))
-        packed = tl.load(p1 + (R * 2 * U + u * 2 + j // 2)) >> (16 * (j % 2) + 8 * (k // 2))
-        d = tl.load(p2 + (R * (U // 2) + u // 2))
-        scale = low_half(d) * (packed & 15).to(tl.float32)
-        least = high_half(d) * ((packed >> 4) & 15).to(tl.float32)
-        return (low >> (2 * j)) & 0x03030303, (high >> (2 * j)) & 0x03030303, scale, least
-    elif FORMAT == "q4_k":
-        word = 8 * (j // 2) + 2 * k
-        low, high = _pair_of_words(p0 + (R * 16 * U + (word // 4 * U + u) * 4 + word % 4))
-        scales = tl.load(p1 + (R * U + u))
-        upper = tl.load(p2 + (R * (U // 2) + u // 2)) >> (16 * (u % 2))
-        d = tl.load(p3 + (R * (U // 2) + u // 2))
-        least = tl.where(j == 0, q4_minimum(scales, upper, 0), q4_minimum(scales, upper, 1))
-        least = tl.where(j == 2, q4_minimum(scales, upper, 2), least)
-        least = tl.where(j == 3, q4_minimum(scales, upper, 3), least)
-        scale = low_half(d) * ((scales >> (6 * j)) & 63).to(tl.float32)
-        shift = 4 * (j % 2)
-        return (low >> shift) & 0x0F0F0F0F, (high >> shift) & 0x0F0F0F0F, scale, high_half(d) * least.to(tl.float32)
-    else:
-        tl.static_assert(FORMAT == "mxfp4", "unknown format")
-        word = tl.load(p0 + (R * 16 * U + (j * U + u) * 4 + k))
-        size = word & 0x77777777
-        choice = ((word >> 1) & 0x44444444) | 0x32103210
-        low = lookup_bytes(
-            lookup_bytes(lut[0], lut[1], size, ASM), lookup_bytes(lut[2], lut[3], size, ASM), choice, ASM
-        )
-        high = lookup_bytes(
-            lookup_bytes(lut[0], lut[1], size >> 16, ASM),
-            lookup_bytes(lut[2], lut[3], size >> 16, ASM),
-            choice >> 16,
-            ASM,
-        )
-        return low, high, exponent_scale(tl.load(p1 + (R * U + u)) >> (8 * j), 0), 0.0
+# A lane makes eight neighbouring weights.
 
 
 @triton.jit
@@ -115,9 +52,15 @@ def _dequantise_kernel(
         q0, q1, q2, q3 = p0 + whole * (K // 4), p1 + whole * (K // 32), p2, p3
     else:
         q0, q1, q2, q3 = advance(FORMAT, p0, p1, p2, p3, whole, U)
+    u = c // 16
+    j = c // 4 % 4
+    k = c % 4
     at = out + (matrix.to(tl.int64) * N + row) * K + (c[:, None] * 8 + tl.arange(0, 8)[None, :])
     for step in tl.static_range(STEPS):
-        low, high, scale, least = _eight_weights(FORMAT, q0, q1, q2, q3, table, lut, c, step, U, ASM)
+        words = load_chunk(FORMAT, q0, q1, q2, q3, step, u, j // 2, j, k, U)
+        if FORMAT == "iq2_xxs_b":
+            words = (tl.load(table + ((words[0] >> (8 * k)) & 255)), words[1], words[2], words[3])
+        low, high, scale, least = chunk_bytes(FORMAT, words, lut, u, j, k, 1.0, ASM)
         bytes = tl.join(low, high)[:, :, None] << (24 - 8 * tl.arange(0, 4))[None, None, :]
         values = tl.reshape((bytes >> 24).to(tl.float32), [L, 8]) * scale[:, None]
         if FORMAT == "q2_k" or FORMAT == "q4_k":
@@ -129,7 +72,7 @@ def _dequantise_kernel(
 
 
 @triton.jit
-def _tile_of(order, offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+def tile_of(order, offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
     """Expert (-1: none), places in `order`, which of them exist and their pairs, for this program's tile."""
     tile = tl.program_id(1) + tl.load(tiles + first)
     e = tl.arange(0, EP)
@@ -149,7 +92,7 @@ def _gate_up_kernel(
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = _tile_of(order, offsets, tiles, first, count, E, EP, BM)
+    expert, place, live, pair = tile_of(order, offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32
@@ -175,7 +118,7 @@ def _down_kernel(
     E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = _tile_of(order, offsets, tiles, first, count, E, EP, BM)
+    expert, place, live, pair = tile_of(order, offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32

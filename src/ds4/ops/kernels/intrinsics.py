@@ -74,11 +74,12 @@ def lookup_bytes(low, high, selector, ASM: tl.constexpr):
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        i = tl.arange(0, 4)[None, :]
-        code = (selector[:, None] >> (4 * i)) & 7
+        i = tl.arange(0, 4)
+        code = (tl.expand_dims(selector, -1) >> (4 * i)) & 7
         # `low` and `high` are single words or one a lane.
-        source = tl.where(code < 4, (selector * 0 + low)[:, None], (selector * 0 + high)[:, None])
-        return tl.sum(((source >> (8 * (code & 3))) & 255) << (8 * i), axis=1)
+        low, high = selector * 0 + low, selector * 0 + high
+        source = tl.where(code < 4, tl.expand_dims(low, -1), tl.expand_dims(high, -1))
+        return tl.sum(((source >> (8 * (code & 3))) & 255) << (8 * i), axis=-1)
 
 
 @triton.jit

@@ -1,0 +1,168 @@
+"""How prefill's kernels read expert formats: eight neighbouring weights, a chunk, for every element of a tile.
+
+`load_chunk` fetches the words of chunks, `chunk_bytes` makes two words of bytes, a scale and a minimum of them, and
+`halves_of_bytes` float16. Row, unit, group and chunk are tensors of any number of axes, or scalars, which broadcast, so
+what they share is loaded once. All formats take four pointers, unused ones are ignored (see `planes`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds4.ops.kernels.expert_formats import exponent_scale, q4_minimum
+from ds4.ops.kernels.intrinsics import high_half, lookup_bytes, low_half
+
+
+@triton.jit
+def _pair_of_words(p):
+    """The words at p and p + 1, in a last axis. Split where they are used: the compiler copies them twice otherwise."""
+    return tl.load(tl.expand_dims(p, -1) + tl.arange(0, 2))
+
+
+@triton.jit
+def load_chunk(FORMAT: tl.constexpr, p0, p1, p2, p3, R, u, h, j, k, U: tl.constexpr):
+    """The words of chunks k (0 to 3) of groups j (0 to 3, in the half h = j // 2) of units u of rows R, as a tuple."""
+    pair = R * (U // 2) + u // 2
+    if FORMAT == "q8_0":
+        words = _pair_of_words(p0 + (R * (32 * U) + u * 32 + j * 8 + k * 2))
+        return (words, tl.load(p1 + (R * (4 * U) + u * 4 + j)))
+    elif FORMAT == "iq2_xxs_b":
+        group = R * (4 * U) + u * 4 + j
+        return (tl.load(p0 + group), tl.load(p1 + group), tl.load(p2 + pair), tl.load(p3 + pair))
+    elif FORMAT == "iq2_xxs_a":
+        codes = tl.load(p0 + (R * (8 * U) + (h * U + u) * 4 + 2 * (j % 2) + k // 2))
+        return (codes, tl.load(p1 + (R * (4 * U) + u * 4 + j)), tl.load(p2 + pair), tl.load(p3 + pair))
+    elif FORMAT == "q2_k":
+        words = _pair_of_words(p0 + (R * (8 * U) + (k // 2 * U + u) * 4 + k % 2 * 2))
+        return (words, tl.load(p1 + (R * (2 * U) + u * 2 + h)), tl.load(p2 + pair))
+    elif FORMAT == "q4_k":
+        word = 8 * h + 2 * k
+        words = _pair_of_words(p0 + (R * (16 * U) + (word // 4 * U + u) * 4 + word % 4))
+        return (words, tl.load(p1 + (R * U + u)), tl.load(p2 + pair), tl.load(p3 + pair))
+    else:
+        tl.static_assert(FORMAT == "mxfp4", "unknown format")
+        return (tl.load(p0 + (R * (16 * U) + (j * U + u) * 4 + k)), tl.load(p1 + (R * U + u)))
+
+
+@triton.jit
+def chunk_bytes(FORMAT: tl.constexpr, chunk, lut, u, j, k, gain, ASM: tl.constexpr):
+    """Two words of bytes, gain times their scale, and gain times what is then taken off (float32; 0: nothing is).
+
+    The bytes are signed, as those of `lut` are. In place of the indices of IQ2_XXS rows the chunk has magnitudes.
+    """
+    if FORMAT == "q8_0":
+        low, high = tl.split(chunk[0])
+        return low, high, chunk[1].to(tl.float32) * gain, 0.0
+    elif FORMAT == "iq2_xxs_b" or FORMAT == "iq2_xxs_a":
+        magnitudes = chunk[0] if FORMAT == "iq2_xxs_b" else (chunk[0] >> (2 * (k % 2))) & 0x33333333
+        selector = (((chunk[1] >> k) & 0x11111111) << 2) | magnitudes
+        scale = ((chunk[2] >> (16 * (u % 2) + 4 * j)) & 15) * 2 | 1
+        d = chunk[3].to(tl.float32) * (0.125 * gain)
+        low = lookup_bytes(lut[0], lut[1], selector, ASM)
+        return low, lookup_bytes(lut[0], lut[1], selector >> 16, ASM), d * scale.to(tl.float32), 0.0
+    elif FORMAT == "q2_k":
+        low, high = tl.split(chunk[0])
+        packed = chunk[1] >> (16 * (j % 2) + 8 * (k // 2))
+        scale = low_half(chunk[2]) * gain * (packed & 15).to(tl.float32)
+        least = high_half(chunk[2]) * gain * ((packed >> 4) & 15).to(tl.float32)
+        return (low >> (2 * j)) & 0x03030303, (high >> (2 * j)) & 0x03030303, scale, least
+    elif FORMAT == "q4_k":
+        low, high = tl.split(chunk[0])
+        scales, d = chunk[1], chunk[3]
+        upper = chunk[2] >> (16 * (u % 2))
+        least = tl.where(j == 0, q4_minimum(scales, upper, 0), q4_minimum(scales, upper, 1))
+        least = tl.where(j == 2, q4_minimum(scales, upper, 2), least)
+        least = tl.where(j == 3, q4_minimum(scales, upper, 3), least)
+        scale = low_half(d) * gain * ((scales >> (6 * j)) & 63).to(tl.float32)
+        shift = 4 * (j % 2)
+        return (
+            (low >> shift) & 0x0F0F0F0F,
+            (high >> shift) & 0x0F0F0F0F,
+            scale,
+            high_half(d) * gain * least.to(tl.float32),
+        )
+    else:
+        tl.static_assert(FORMAT == "mxfp4", "unknown format")
+        word = chunk[0]
+        size = word & 0x77777777
+        choice = ((word >> 1) & 0x44444444) | 0x32103210
+        low = lookup_bytes(
+            lookup_bytes(lut[0], lut[1], size, ASM), lookup_bytes(lut[2], lut[3], size, ASM), choice, ASM
+        )
+        high = lookup_bytes(
+            lookup_bytes(lut[0], lut[1], size >> 16, ASM),
+            lookup_bytes(lut[2], lut[3], size >> 16, ASM),
+            choice >> 16,
+            ASM,
+        )
+        return low, high, exponent_scale(chunk[1] >> (8 * j), 0) * gain, 0.0
+
+
+@triton.jit
+def halves_of_bytes(low, high, scale, least, MINIMUM: tl.constexpr):
+    """Bytes * scale (- least) in float16: eight tensors of bits. Bytes are unsigned with MINIMUM, else 128 too large.
+
+    A byte b becomes 1024 + b by what stands beside it, from which 1024 or 1152 is taken: exact. Scale and minimum are
+    rounded to float16, and so is the result.
+    """
+    if MINIMUM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, m, b, w0, w1, w2, w3;
+            prmt.b32 w0, $8, 0x64646464, 0x4140;
+            prmt.b32 w1, $8, 0x64646464, 0x4342;
+            prmt.b32 w2, $9, 0x64646464, 0x4140;
+            prmt.b32 w3, $9, 0x64646464, 0x4342;
+            cvt.rn.f16x2.f32 s, $10, $10;
+            cvt.rn.f16x2.f32 m, $11, $11;
+            neg.f16x2 m, m;
+            mov.b32 b, 0xE400E400;
+            add.rn.f16x2 w0, w0, b;
+            add.rn.f16x2 w1, w1, b;
+            add.rn.f16x2 w2, w2, b;
+            add.rn.f16x2 w3, w3, b;
+            fma.rn.f16x2 w0, w0, s, m;
+            fma.rn.f16x2 w1, w1, s, m;
+            fma.rn.f16x2 w2, w2, s, m;
+            fma.rn.f16x2 w3, w3, s, m;
+            mov.b32 {$0, $1}, w0;
+            mov.b32 {$2, $3}, w1;
+            mov.b32 {$4, $5}, w2;
+            mov.b32 {$6, $7}, w3;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f,f",
+            [low, high, scale, least],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, b, w0, w1, w2, w3;
+            prmt.b32 w0, $8, 0x64646464, 0x4140;
+            prmt.b32 w1, $8, 0x64646464, 0x4342;
+            prmt.b32 w2, $9, 0x64646464, 0x4140;
+            prmt.b32 w3, $9, 0x64646464, 0x4342;
+            cvt.rn.f16x2.f32 s, $10, $10;
+            mov.b32 b, 0xE480E480;
+            add.rn.f16x2 w0, w0, b;
+            add.rn.f16x2 w1, w1, b;
+            add.rn.f16x2 w2, w2, b;
+            add.rn.f16x2 w3, w3, b;
+            mul.rn.f16x2 w0, w0, s;
+            mul.rn.f16x2 w1, w1, s;
+            mul.rn.f16x2 w2, w2, s;
+            mul.rn.f16x2 w3, w3, s;
+            mov.b32 {$0, $1}, w0;
+            mov.b32 {$2, $3}, w1;
+            mov.b32 {$4, $5}, w2;
+            mov.b32 {$6, $7}, w3;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f",
+            [low, high, scale],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )

@@ -1,0 +1,217 @@
+"""Products straight from planes against float64 on the same inputs, for every format and size of tile."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+
+from ds4 import ops
+from ds4.ops.kernels import planes as P
+from ds4.ops.kernels.experts_fused import (
+    down_fused,
+    fragments,
+    gate_up_fused,
+    half_gains,
+    largest_weights,
+    natural,
+    tile_rows,
+)
+from ds4.ops.kernels.experts_prefill import sum_pairs
+from ds4.ops.kernels.grouping import Groups, group
+from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, run_twice
+from tests.ops.kernels.test_experts import FORMS, ids, make
+
+DTYPE = torch.float16 if ON_GPU else torch.float32
+# hidden, expert_hidden, experts, top, tokens, rows of a tile; without a GPU rows of few units, in tiles of both depths.
+CASES = [(256, 256, 5, 2, 11, 16), (512, 256, 3, 2, 5, 128)]
+if ON_GPU:
+    CASES = [
+        (4096, 2048, 24, 6, 600, 128),
+        (4096, 2048, 64, 6, 300, 64),
+        (7168, 3072, 12, 6, 70, 32),
+        (1024, 256, 5, 2, 11, 16),
+    ]
+
+
+def choices(tokens: int, top: int, experts: int, device: str) -> torch.Tensor:
+    """Most tokens like the first experts, nobody the last one, and one token is padding."""
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top].to(torch.int32)
+    chosen = torch.where(chosen == experts - 1, 0, chosen)
+    chosen[tokens // 2] = -1
+    return chosen.contiguous().to(device)
+
+
+def test_channels_come_back(device):
+    x = randn(3, 5, 96, seed=1, device=device).half()
+    placed = fragments(x)
+    assert torch.equal(natural(placed), x)
+    assert not torch.equal(placed, x)
+    one = torch.zeros(64, device=device)
+    one[32 + 8 * 3 + 4 + 2] = 1.0
+    assert int(fragments(one).argmax()) == 32 + 16 + 8 + 2 * 3
+
+
+@pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(case, type, layout, device):
+    hidden, inner, experts, top, tokens, tile = case
+    chosen = choices(tokens, top, experts, device)
+    groups = Groups.allocate(tokens * top, experts, device, tile_rows=tile)
+    group(chosen, groups)
+    gate, gate_weight = make(type, layout, inner, hidden, experts, 1, device)
+    up, up_weight = make(type, layout, inner, hidden, experts, 2, device)
+    down, down_weight = make(type, layout, hidden, inner, experts, 3, device)
+    gains = half_gains([gate, up, down])
+    x = randn(tokens, hidden, seed=4, device=device).to(DTYPE)
+    weights = torch.rand(tokens, top, generator=torch.Generator().manual_seed(5)).to(device)
+    h = torch.empty(tokens * top, inner, dtype=DTYPE, device=device)
+    parts, y = torch.empty(tokens, top, hidden, device=device), torch.empty(tokens, hidden, device=device)
+
+    def run() -> None:
+        gate_up_fused(fragments(x, DTYPE), chosen, groups, gate, up, min(gains[:2]), 10.0, h)
+        down_fused(h, chosen, groups, down, gains[2], weights, parts)
+        sum_pairs(parts, chosen, experts, y)
+
+    run_twice(run, h, parts, y)
+    count = int(groups.offsets[-1])
+    order, inputs = groups.order[:count].long(), x.double()
+    expert_of = chosen.flatten()[order].long()
+    hidden_of = natural(h)[:count].double()
+    expected = torch.empty(count, inner, dtype=torch.float64, device=device)
+    products = torch.empty(count, hidden, dtype=torch.float64, device=device)
+    for e in range(experts):
+        at = (expert_of == e).nonzero().flatten()
+        both = torch.cat((gate_weight[e], up_weight[e]))
+        expected[at] = ops.swiglu(inputs[order[at] // top] @ both.t(), 10.0)
+        products[at] = hidden_of[at] @ down_weight[e].t()
+    bar = 1e-3 if ON_GPU else 1e-5  # weights and what is between the products are rounded to float16
+    assert error(hidden_of, expected) < bar
+    products *= weights.double().flatten()[order].unsqueeze(1)
+    assert error(parts.view(-1, hidden)[order], products) < bar
+    real = (chosen[:, 0] >= 0).nonzero().flatten()
+    total = torch.zeros(tokens, hidden, dtype=torch.float64, device=device).index_add(0, order // top, products)
+    assert error(y[real], total[real]) < bar
+
+
+@pytest.mark.parametrize("size", [2.0**6, 2.0**19])
+@pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
+def test_weights_of_any_size_keep_their_bits(type, layout, size, device):
+    """What float16 could not hold is scaled by a power of two, and the products by its inverse."""
+    n, k, experts = (256, 1024, 2) if ON_GPU else (32, 256, 2)
+    planes, weight = make(type, layout, n, k, experts, 1, device)
+    scaled = scale_planes(planes, size)
+    chosen = torch.tensor([[0], [1], [0]], dtype=torch.int32, device=device)
+    groups = Groups.allocate(3, experts, device, tile_rows=16)
+    group(chosen, groups)
+    h = randn(3, k, seed=2, device=device).to(DTYPE)
+    found = []
+    for p in (planes, scaled):
+        out = torch.empty(3, 1, n, device=device)
+        (gain,) = half_gains([p])
+        assert 0.5 * 2048 < float(largest_weights(p)) * gain <= 2048
+        down_fused(fragments(h, DTYPE), chosen, groups, p, gain, torch.ones(3, 1, device=device), out)
+        found.append(out)
+    assert torch.isfinite(found[1]).all()
+    assert error(found[1] / size, found[0]) < 1e-6
+    assert float(largest_weights(planes)) >= float(weight.abs().max())
+
+
+def scale_planes(planes: P.Planes, size: float) -> P.Planes:
+    """The planes of weights that are `size` times as large, a power of two."""
+    if isinstance(planes, P.Mxfp4Planes):
+        exponents = planes.scale.view(torch.uint8).int() + int(torch.tensor(size).log2())
+        return replace(planes, scale=exponents.to(torch.uint8).view(torch.int32).view(planes.scale.shape))
+    assert isinstance(planes, P.Iq2aPlanes | P.Iq2bPlanes | P.Q2KPlanes | P.Q4KPlanes)
+    d = planes.d.view(torch.float16).float() * size
+    return replace(planes, d=d.half().view(planes.d.dtype).view(planes.d.shape))
+
+
+def test_gains_of_nothing_and_of_no_number(device):
+    planes, _ = make(T.Q2_K, "b", 16, 256, 2, 1, device)
+    zeros, broken = scale_planes(planes, 0.0), scale_planes(planes, float("inf"))
+    assert half_gains([zeros, broken]) == [1.0, 0.0]
+    assert half_gains([]) == []
+
+
+def test_sizes_of_tiles():
+    assert [tile_rows(tokens * 6, 256) for tokens in (65, 1024, 1025, 2048, 2219, 4096)] == [32, 32, 64, 64, 128, 128]
+
+
+def test_refusals(device):
+    planes, _ = make(T.Q2_K, "b", 32, 256, 4, 2, device)
+    groups = Groups.allocate(4, 4, device)
+    chosen = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    x = torch.empty(2, 256, dtype=DTYPE, device=device)
+    out = torch.empty(4, 32, dtype=DTYPE, device=device)
+    for wrong in (x[:, :128], x.double()):
+        with pytest.raises(ValueError, match="256 channels"):
+            gate_up_fused(wrong, chosen, groups, planes, planes, 1.0, 10.0, out)
+    with pytest.raises(ValueError, match="a positive gain"):
+        gate_up_fused(x, chosen, groups, planes, planes, 0.0, 10.0, out)
+    with pytest.raises(ValueError, match="a multiple of 32"):
+        gate_up_fused(x, chosen, groups, planes, planes, 1.0, 10.0, out[:3])
+    other, _ = make(T.Q2_K, "b", 16, 256, 4, 2, device)
+    with pytest.raises(ValueError, match="up is q2_k 16 x 256"):
+        gate_up_fused(x, chosen, groups, planes, other, 1.0, 10.0, out)
+    with pytest.raises(ValueError, match="expected 5 experts"):
+        gate_up_fused(x, chosen, Groups.allocate(4, 5, device), planes, planes, 1.0, 10.0, out)
+    with pytest.raises(ValueError, match=r"expected \[2, 2\] x 32"):
+        down_fused(
+            x, chosen, groups, planes, 1.0, torch.ones(2, 2, device=device), torch.empty(2, 2, 16, device=device)
+        )
+
+
+def test_what_it_is_compiled_to() -> None:
+    """In a process of its own, where triton compiles and does not interpret; needs no GPU.
+
+    Decoded weights go from the registers of the thread that made them into the product, and no product still runs
+    when the next weights are decoded: it would read them from the same registers. The compiler lets some run on.
+    """
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ds4.ops.kernels.experts_fused import _down_kernel, _gate_up_kernel
+TYPES = {"iq2_xxs_b": ["*i32", "*i32", "*i32", "*fp16"], "q2_k": ["*i32"] * 4}
+for kernel, format, rows, depth in (
+    (_gate_up_kernel, "iq2_xxs_b", 128, 64), (_gate_up_kernel, "iq2_xxs_b", 64, 128), (_down_kernel, "q2_k", 128, 64)
+):
+    gate = kernel is _gate_up_kernel
+    constants = dict(FORMAT=format, E=256, EP=256, BM=rows, BN=64 if gate else 128, BK=depth, STAGES=3, ASM=True)
+    constants |= dict(TOP=6, F=2048, K=4096) if gate else dict(N=4096, K=2048)
+    signature = {name: "*i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    plain = dict(x="*fp16", h="*fp16", x_stride="i32", gain="fp32", clamp="fp32", weights="*fp32", out_stride="i32")
+    signature |= {name: type for name, type in plain.items() if name in signature}
+    signature["out"] = "*fp16" if gate else "*fp32"
+    signature |= {f"{p}{i}": TYPES[format][i] for p in "gup" for i in range(4) if f"{p}{i}" in signature}
+    aligned = [i for i, name in enumerate(signature) if signature[name].startswith("*") or "stride" in name]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=128))
+    print(compiled.asm["ttgir"].replace("\\n", "\\x1f"))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    kernels = [line.split("\x1f") for line in result.stdout.splitlines()]
+    assert len(kernels) == 3
+    for lines in kernels:
+        products = [line for line in lines if "ttng.warp_group_dot " in line]
+        waits = [line for line in lines if "ttng.warp_group_dot_wait" in line]
+        assert products
+        assert all(re.search(r"dot_op<\{opIdx = 0", line) for line in products)
+        assert waits
+        assert all("pendings = 0" in line for line in waits)
+        into_shared = [line for line in lines if "ttg.local_alloc %" in line or "ttg.local_store" in line]
+        assert not [line for line in into_shared if "xf16" in line], into_shared
