@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -62,12 +63,12 @@ class Part(NamedTuple):
 
     key: SectionKey
     size: int
-    pieces: Callable[[], Iterator[memoryview]]
+    pieces: Callable[[], Generator[memoryview, None, None]]
 
     @classmethod
     def of(cls, key: SectionKey, data: bytes | memoryview) -> Part:
         """A section whose bytes are there."""
-        return cls(key, len(data), lambda: iter([memoryview(data)]))
+        return cls(key, len(data), lambda: (memoryview(part) for part in (data,)))
 
 
 class Segment(NamedTuple):
@@ -79,6 +80,7 @@ class Segment(NamedTuple):
 
 
 Buffers = Generator[memoryview, None, None]
+Tensors = Generator[Tensor, None, None]
 Sink = Callable[[], Buffers]
 """Makes the buffers that bytes go to, one after the other; who asks for the next one has filled the last."""
 
@@ -126,7 +128,7 @@ class StateCodec(Protocol):
 class Receiver(Protocol):
     """The compressed rows of a state that comes from elsewhere (see `ds4.model.cache.ReceivedRows`)."""
 
-    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Tensors]]]:
         """Planes whose rows come one behind the other, and what makes the pieces that they go to; all planes in all.
 
         A piece is rows of one plane, [rows, width]; who asks for the next one has filled the last. Threads may fill
@@ -210,14 +212,15 @@ def pack(shape: Shape, snapshot: Snapshot, start: int) -> Iterator[Part]:
         yield Part(key, size, partial(_pieces, shape, key, snapshot, start))
 
 
-def _pieces(shape: Shape, key: SectionKey, snapshot: Snapshot, start: int) -> Iterator[memoryview]:
+def _pieces(shape: Shape, key: SectionKey, snapshot: Snapshot, start: int) -> Buffers:
     checkpoint: Checkpoint = snapshot.checkpoint
     kind, layer, plane = key
     if kind in _ROW_NAMES:
         ratio = shape.ratios[layer]
         first, end = start // ratio, checkpoint.length // ratio
-        for piece in snapshot.rows.pieces(layer, _ROW_NAMES[kind], plane, first, end):
-            yield _bytes(piece)
+        with closing(snapshot.rows.pieces(layer, _ROW_NAMES[kind], plane, first, end)) as pieces:
+            for piece in pieces:
+                yield _bytes(piece)
     elif kind == LOGITS:
         assert checkpoint.logits is not None
         yield _bytes(checkpoint.logits)
@@ -291,9 +294,11 @@ def target(shape: Shape, segments: Sequence[Segment], receive: Callable[[int], R
     return Target(sinks, lambda tokens: rows.exported(_checkpoint(shape, position, tensors)), rows.release)
 
 
-def _row_buffers(pieces: Callable[[], Iterator[Tensor]]) -> Buffers:
-    for piece in pieces():
-        yield _bytes(piece)
+def _row_buffers(pieces: Callable[[], Tensors]) -> Buffers:
+    # Explicitly: some Pythons close a generator without letting go of what it was in the middle of.
+    with closing(pieces()) as tensors:
+        for piece in tensors:
+            yield _bytes(piece)
 
 
 def _buffer(tensor: Tensor) -> Buffers:

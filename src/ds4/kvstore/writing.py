@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -70,9 +71,10 @@ class NewFile:
         sections = []
         for part in self.parts:
             crc = size = 0
-            for piece in part.pieces():
-                files.write(fd, piece, at + size)
-                crc, size = zlib.crc32(piece, crc), size + len(piece)
+            with contextlib.closing(part.pieces()) as pieces:
+                for piece in pieces:
+                    files.write(fd, piece, at + size)
+                    crc, size = zlib.crc32(piece, crc), size + len(piece)
             if size != part.size:
                 raise Ds4Error(f"section {part.key} has {size} bytes instead of {part.size}")
             sections.append(Section(part.key, size, crc))

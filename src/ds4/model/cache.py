@@ -13,7 +13,7 @@ Rows are stored packed where the quantisation round trips are on (`qat_sim`), as
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -216,7 +216,7 @@ class HeldRows:
     def __init__(self, pools: dict[int, RowPool], ratios: Sequence[int], pages: dict[int, list[int]]) -> None:
         self._pools, self._ratios, self._pages = pools, ratios, pages
 
-    def pieces(self, layer: int, kind: str, plane: int, first: int, end: int) -> Iterator[Tensor]:
+    def pieces(self, layer: int, kind: str, plane: int, first: int, end: int) -> Generator[Tensor, None, None]:
         """Rows first .. end - 1 of a plane, [rows, width] in pieces, each to be used before the next is taken."""
         ratio = self._ratios[layer]
         table = torch.tensor(self._pages[ratio], dtype=torch.int64)
@@ -230,6 +230,10 @@ class HeldRows:
         _release_pages(self._pools, self._pages)
 
 
+def _once(rows: Tensor) -> Generator[Tensor, None, None]:
+    yield rows
+
+
 class ReceivedRows:
     """The rows of a state that comes from elsewhere, as its bytes arrive."""
 
@@ -241,11 +245,11 @@ class ReceivedRows:
                 how = cache.row_format if kind == "rows" else cache.key_format
                 self._rows[layer, kind] = how.empty(length // cache.shape.ratios[layer])
 
-    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Generator[Tensor, None, None]]]]:
         """See `ds4.engine.packing.Receiver`: here each plane is whole and by itself."""
         for (layer, kind), planes in self._rows.items():
             for plane, rows in enumerate(planes):
-                yield ((layer, kind, plane),), partial(iter, [rows])
+                yield ((layer, kind, plane),), partial(_once, rows)
 
     def exported(self, checkpoint: Checkpoint) -> ExportedState:
         """The whole state, once all rows are there."""

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ class HeldPages:
         self._revoked = False
         self._taken = now(cache.device)
 
-    def pieces(self, layer: int, kind: str, plane: int, first: int, end: int) -> Iterator[Tensor]:
+    def pieces(self, layer: int, kind: str, plane: int, first: int, end: int) -> Generator[Tensor, None, None]:
         """Rows first .. end - 1 of a plane, [rows, width] in pieces, each to be used before the next is taken.
 
         Raises:
@@ -200,7 +200,7 @@ class ReceivedPages:
         # Whoever had the pages before may still be at work in them.
         self._taken = now(cache.device)
 
-    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Iterator[Tensor]]]]:
+    def bundles(self) -> Iterator[tuple[tuple[PlaneKey, ...], Callable[[], Generator[Tensor, None, None]]]]:
         """See `ds4.engine.packing.Receiver`: a bundle is one plane of as many layers as go through a lane at once.
 
         Each call for the device costs as much as some hundred KiB, and the planes of short states are small.
@@ -213,7 +213,7 @@ class ReceivedPages:
                     layers = pool.layers[first : first + most]
                     yield tuple((i, kind, plane) for i in layers), partial(self._pieces, ratio, layers, kind, plane)
 
-    def _pieces(self, ratio: int, layers: Sequence[int], kind: str, plane: int) -> Iterator[Tensor]:
+    def _pieces(self, ratio: int, layers: Sequence[int], kind: str, plane: int) -> Generator[Tensor, None, None]:
         """Where the rows of a plane of some layers go; of several layers all of it goes through a lane at once."""
         pool, lanes, pages = self.cache.pools[ratio], self.cache.lanes, self._indices[ratio]
         spec, rows = pool.spec(layers[0], kind, plane), self._length // ratio
