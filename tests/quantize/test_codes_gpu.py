@@ -36,8 +36,10 @@ def block_errors(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_kernels_find_what_the_loops_find(kind: GGMLQuantizationType) -> None:
+    # On a GPU products are fused with sums: a search may end beside where it ends here, so many are compared.
+    rows, apart = (3, 0.01) if DEVICE == "cpu" else (96, 0.06)
     rng = np.random.default_rng(4)
-    values = torch.from_numpy(0.02 * rng.standard_normal((3, 512), dtype=np.float32)).bfloat16()
+    values = torch.from_numpy(0.02 * rng.standard_normal((rows, 512), dtype=np.float32)).bfloat16()
     values[1, :256] = 0
     values[1, 256:] *= 1e30  # clipped
     importance = rng.gamma(1, 1, 512).astype(np.float32)
@@ -48,7 +50,7 @@ def test_kernels_find_what_the_loops_find(kind: GGMLQuantizationType) -> None:
     assert found.shape == expected.shape
     assert not codes.decode(found, kind)[1, :256].any()
     mine, theirs = (np.delete(block_errors(values, stored, kind, importance), 2) for stored in (found, expected))
-    assert mine / theirs == pytest.approx(1, rel=0.01)
+    assert mine / theirs == pytest.approx(1, rel=apart)
     assert (mine / theirs).mean() == pytest.approx(1, rel=0.002)
 
 
