@@ -1,4 +1,4 @@
-"""Cases of `ds4.ops.kernels.experts_prefill`: scratches and grouped matrix products of one layer."""
+"""Cases of `ds4.ops.kernels.experts_fused` and `experts_prefill`: the products of one layer, and scratches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as T
 from torch import Tensor
 
 from ds4 import ops
+from ds4.ops.kernels.experts_fused import down_fused, fragments, gate_up_fused, half_gains, natural, tile_rows
 from ds4.ops.kernels.experts_prefill import (
     Tile,
     dequantise_experts,
@@ -145,6 +146,69 @@ def down(bench: Bench) -> Iterator[Case]:
                     yield Case(f"{name} {label}", runs, nbytes, check, 5e-3, [out], flops)
 
 
+def _fused_gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Case]]:
+    def make(bench: Bench) -> Iterator[Case]:
+        s = bench.shape
+        gate, up = (bench.planes(type, s.expert_hidden, s.hidden, s.experts, layout) for _ in range(2))
+        gain = 1.0 if bench.compile_only else min(half_gains([gate, up]))
+        for tokens in bench.tokens:
+            chosen, groups = _routed(bench, tokens, tile_rows(tokens * s.experts_used, s.experts))
+            x = bench.randn(tokens, s.hidden, dtype=torch.float16)
+            placed, out = fragments(x), bench.empty(chosen.numel(), s.expert_hidden, dtype=torch.float16)
+
+            def check(groups=groups, x=x, out=out) -> float:
+                got, expected = [], []
+                for e, place in _some(groups, s.experts):
+                    rows = x.double()[groups.order[place].long() // s.experts_used]
+                    both = torch.cat((bench.weight(gate, e), bench.weight(up, e))).double()
+                    expected.append(ops.swiglu(rows @ both.t(), s.swiglu_clamp))
+                    got.append(natural(out[place]))
+                return error(torch.cat(got), torch.cat(expected))
+
+            flops = 4 * chosen.numel() * s.expert_hidden * s.hidden
+            nbytes = gate.nbytes + up.nbytes + 2 * (x.numel() + out.numel())
+            runs = [
+                lambda placed=placed, chosen=chosen, groups=groups, out=out: gate_up_fused(
+                    placed, chosen, groups, gate, up, gain, s.swiglu_clamp, out
+                )
+            ]
+            yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)
+
+    return make
+
+
+def _fused_down(type: T) -> Callable[[Bench], Iterator[Case]]:
+    def make(bench: Bench) -> Iterator[Case]:
+        s = bench.shape
+        planes = bench.planes(type, s.hidden, s.expert_hidden, s.experts)
+        gain = 1.0 if bench.compile_only else half_gains([planes])[0]
+        for tokens in bench.tokens:
+            chosen, groups = _routed(bench, tokens, tile_rows(tokens * s.experts_used, s.experts))
+            h = bench.randn(chosen.numel(), s.expert_hidden, dtype=torch.float16)
+            weights = bench.rand(tokens, s.experts_used) + 0.1
+            placed, out = fragments(h), bench.empty(tokens, s.experts_used, s.hidden)
+
+            def check(groups=groups, h=h, weights=weights, out=out) -> float:
+                got, expected = [], []
+                for e, place in _some(groups, s.experts):
+                    pairs = groups.order[place].long()
+                    y = h[place].double() @ bench.weight(planes, e).double().t()
+                    expected.append(y * weights.double().flatten()[pairs].unsqueeze(1))
+                    got.append(out.flatten(0, 1)[pairs])
+                return error(torch.cat(got), torch.cat(expected))
+
+            flops = 2 * chosen.numel() * s.expert_hidden * s.hidden
+            nbytes = planes.nbytes + 2 * h.numel() + 4 * out.numel()
+            runs = [
+                lambda placed=placed, chosen=chosen, groups=groups, weights=weights, out=out: down_fused(
+                    placed, chosen, groups, planes, gain, weights, out
+                )
+            ]
+            yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)
+
+    return make
+
+
 def sums(bench: Bench) -> Iterator[Case]:
     s = bench.shape
     for tokens in bench.tokens:
@@ -162,6 +226,13 @@ def sums(bench: Bench) -> Iterator[Case]:
 
 
 CASES = {
+    "prefill.fused_gate_up_iq2b": _fused_gate_up(T.IQ2_XXS),
+    "prefill.fused_gate_up_iq2a": _fused_gate_up(T.IQ2_XXS, "a"),
+    "prefill.fused_gate_up_q4k": _fused_gate_up(T.Q4_K),
+    "prefill.fused_gate_up_mxfp4": _fused_gate_up(T.MXFP4),
+    "prefill.fused_down_q2k": _fused_down(T.Q2_K),
+    "prefill.fused_down_q4k": _fused_down(T.Q4_K),
+    "prefill.fused_down_mxfp4": _fused_down(T.MXFP4),
     "prefill.dequantise_iq2b": _dequantise(T.IQ2_XXS, "gate"),
     "prefill.dequantise_iq2a": _dequantise(T.IQ2_XXS, "gate", "a"),
     "prefill.dequantise_q2k": _dequantise(T.Q2_K, "down"),

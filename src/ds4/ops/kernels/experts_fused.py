@@ -231,7 +231,7 @@ def _product(
         words = ahead
         # The next words are on their way while these are at work; the last turn loads its own again.
         ahead = _load(FORMAT, p, tl.multiple_of(tl.minimum(start + BK, K - BK), BK), U, BK)
-        w = _decode(FORMAT, words, grid, lut, start, gain, ROWS, BK, ASM)
+        w = _decode(FORMAT, words, grid, lut, start, gain, ROWS, BK, ASM).to(x_at.dtype.element_ty)
         sums = tl.dot(w, a, sums, input_precision="ieee")
         if ASM:
             # Used here, the sums have to be there: else the next weights are decoded into registers that a product
@@ -371,7 +371,8 @@ def _constants(planes: Planes, groups: Groups, rows: int, columns: int, tensor: 
 def _check(planes: Planes, groups: Groups, x: Tensor, gain: float) -> None:
     if planes.experts != groups.experts or planes.FORMAT not in FORMATS:
         raise ValueError(f"expected {groups.experts} experts in one of {', '.join(FORMATS)}, got {planes.FORMAT}")
-    if x.shape[1] != planes.k or x.dtype != (torch.float16 if use_asm(x) else torch.float32) or not gain > 0:
+    known = (torch.float16,) if use_asm(x) else (torch.float16, torch.float32)
+    if x.shape[1] != planes.k or x.dtype not in known or not gain > 0:
         raise ValueError(f"{planes.k} channels, a positive gain; got x {list(x.shape)} {x.dtype}, gain {gain}")
 
 
