@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from ds4 import ops
 from ds4.ops.hyper_connection import sinkhorn
 from ds4.ops.kernels.hyper import Constants, HyperWeights, Update, hc_collapse, hc_post, hc_pre, partial_floats
 from ds4.ops.kernels.quantize import Quantised, quantise
-from tests.ops.kernels.kernel_checks import ON_GPU, error, poison, randn, run_twice
+from tests.ops.kernels.kernel_checks import ON_GPU, bits, error, poison, randn, run_twice
 
 HIDDEN = [256, 4096, 7168] if ON_GPU else [256, 384]
 ROWS = [1, 2, 8, 16, 33, 64, 128, 1000, 4096] if ON_GPU else [1, 3, 17, 70]
@@ -70,6 +71,25 @@ def test_pre(rows, hidden, device):
     assert error(normed, want) < BAR
     assert error(coefficients[:, 4:], mixes) < BAR
     assert torch.isfinite(coefficients).all()
+
+
+def test_company_changes_nothing(device):
+    """A row's bits are the same alone, among others and in any place."""
+    rows, hidden = 5, HIDDEN[-1]
+    x, w = randn(rows, 4, hidden, seed=9).to(device), weights(hidden, 24, device)
+
+    def results(order: list[int]) -> list[np.ndarray]:
+        n = len(order)
+        q = Quantised.allocate(n, hidden, device, words=True, lanes=True, sums=True)
+        coefficients, normed = (torch.empty(n, size, device=device) for size in (24, hidden))
+        hc_pre(x[order].contiguous(), w, partials(n, hidden, device), coefficients, q, normed)
+        tensors = (coefficients, normed, q.scales, q.words, q.lanes, q.sums)
+        return [bits(t.reshape(n, -1)) for t in tensors if t is not None]
+
+    together = results([3, 0, 4, 1, 2])
+    for place, row in enumerate([3, 0, 4, 1, 2]):
+        for mine, theirs in zip(results([row]), together, strict=True):
+            assert np.array_equal(mine[0], theirs[place])
 
 
 FORMS = [(None, False), (6, True), (7, False)]

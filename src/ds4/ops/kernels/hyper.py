@@ -18,16 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.intrinsics import behind, overlap
+from ds4.ops.kernels.intrinsics import asked_for, behind, overlap, reciprocal, use_asm
 from ds4.ops.kernels.planes import UNIT
 from ds4.ops.kernels.quantize import Quantised, store_quantised
+from ds4.ops.kernels.sinkhorn import matrix, sinkhorn
 
 STREAMS = 4
 COEFFICIENTS = STREAMS * (2 + STREAMS)
 """Floats of a row of coefficients: pre, post, then comb row by row."""
 FEW_ROWS = 8
 
-_WIDTH = 32  # floats of one program's sums; the last is the sum of squares
+_WIDTH = 32  # floats of one program's sums: pre, the sum of squares at 4, post from 8 and comb from 16 on
+_UNITS_PER_WARP = 8  # of the second launch: four warps for 4096 channels, one for each scheduler of a multiprocessor
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -89,58 +91,55 @@ def _stream_kernel(
                     lanes += w.to(tl.float32) * new
     if MIX:
         at = partials + (row * SPLITS + split) * 32
+        place = (n + 4 * (n >= 4) + 4 * (n >= 8))[None, :]
         if DOT:
-            tl.store(at + n[None, :], sums, mask=here & (n[None, :] < NM))
+            tl.store(at + place, sums, mask=here & (n[None, :] < NM))
         else:
-            tl.store(at + n[None, :], tl.sum(lanes, 1)[None, :], mask=here & (n[None, :] < NM))
-        tl.store(at + 31, tl.sum(squares, 1)[:, None], mask=here)
+            tl.store(at + place, tl.sum(lanes, 1)[None, :], mask=here & (n[None, :] < NM))
+        tl.store(at + 4, tl.sum(squares, 1)[:, None], mask=here)
 
 
 @triton.jit
-def _inverse_rms(partials, mask, D: tl.constexpr, eps):
-    """Over the root mean square of all streams, from the last axis of pointers to sums of squares."""
-    square = tl.sum(tl.load(partials, mask=mask, other=0.0), axis=-1)
-    return 1.0 / tl.sqrt(square / (4 * D) + eps)
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _sigmoid(x, ASM: tl.constexpr):
+    return reciprocal(1.0 + tl.exp(-x), ASM)
 
 
 @triton.jit
 def _input_of_row(
-    streams, row, source, partials, scale, base, weight, coefficients, normed, normed_row,
+    streams, row, source, partials, scale, base, weight, normed, normed_row,
     scales, words, lanes, sums, rms_eps, hc_eps,
-    U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, HEAD: tl.constexpr,
+    U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
     NORMED: tl.constexpr, CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of the streams, normalised and quantised."""
     D: tl.constexpr = 128 * U
     split = tl.arange(0, SP)
+    i = tl.arange(0, 8)
     u = tl.arange(0, UB)
     live = u < U
     at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
-    # All that is loaded is asked for before anything is waited for: this is one program alone on the device.
+    # All that is loaded is asked for before anything is waited for, in the order in which it is needed: this program
+    # is alone on its multiprocessor.
+    partials += row * (SPLITS * 32) + split[:, None] * 32 + i[None, :]
+    m = tl.load(partials, mask=(split < SPLITS)[:, None], other=0.0)
+    a = tl.load(scale)
+    b = tl.load(base + i, mask=i < 4, other=0.0)
     s0 = tl.load(streams + source * (4 * D) + at, mask=live[:, None], other=0.0)
     s1 = tl.load(streams + source * (4 * D) + D + at, mask=live[:, None], other=0.0)
     s2 = tl.load(streams + source * (4 * D) + 2 * D + at, mask=live[:, None], other=0.0)
     s3 = tl.load(streams + source * (4 * D) + 3 * D + at, mask=live[:, None], other=0.0)
     gain = tl.load(weight + at, mask=live[:, None], other=0.0)
-    partials += row * (SPLITS * 32)
-    inverse = _inverse_rms(partials + split * 32 + 31, split < SPLITS, D, rms_eps)
-    i = tl.arange(0, 4)
-    mask = (split < SPLITS)[:, None] & (i < 4)[None, :]
-    mixed = tl.sum(tl.load(partials + split[:, None] * 32 + i[None, :], mask=mask, other=0.0), axis=0)
-    pre = _sigmoid(mixed * inverse * tl.load(scale) + tl.load(base + i)) + hc_eps
-    if not HEAD:
-        tl.store(coefficients + row * 24 + i, pre)
+    m = tl.where(asked_for(ASM), m, 0.0)
+    m = tl.sum(m, axis=0)
+    square = tl.sum(tl.where(i == 4, m, 0.0), axis=0)
+    pre = _sigmoid(tl.where(i < 4, m, 0.0) * tl.rsqrt(square / (4 * D) + rms_eps) * a + b, ASM) + hc_eps
     x = tl.sum(tl.where(i == 0, pre, 0.0), axis=0) * s0
     x += tl.sum(tl.where(i == 1, pre, 0.0), axis=0) * s1
     x += tl.sum(tl.where(i == 2, pre, 0.0), axis=0) * s2
     x += tl.sum(tl.where(i == 3, pre, 0.0), axis=0) * s3
-    square = tl.sum(tl.sum(x * x, axis=1), axis=0)
-    x = x * (1.0 / tl.sqrt(square / D + rms_eps))
+    square = tl.sum(tl.sum(tl.reshape(x * x, [UB, 32, 4]), axis=2))
+    x = x * tl.rsqrt(square / D + rms_eps)
     x = x * gain
     if NORMED:
         tl.store(normed + row * normed_row + at, x.to(normed.dtype.element_ty), mask=live[:, None])
@@ -155,30 +154,37 @@ def _input_of_row(
 def _coefficients_of_rows(
     first, partials, scale, base, coefficients, rows, rms_eps, hc_eps,
     D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, LR: tl.constexpr, ROUNDS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of LR rows."""
+    """pre, post and comb of LR rows, each row's comb in registers of one lane."""
     split = tl.arange(0, SP)
     r = first + tl.arange(0, LR)
-    live = (r < rows)[:, None]
-    here = live & (split < SPLITS)[None, :]
-    at = partials + (r.to(tl.int64)[:, None] * SPLITS + split[None, :]) * 32
-    target = coefficients + r.to(tl.int64)[:, None] * 24
-    inverse = _inverse_rms(at + 31, here, D, rms_eps)[:, None]
-    i = tl.arange(0, 4)
-    m = tl.sum(tl.load(at[:, :, None] + 4 + i[None, None, :], mask=here[:, :, None], other=0.0), axis=1)
-    post = 2.0 * _sigmoid(m * inverse * tl.load(scale + 1) + tl.load(base + 4 + i)[None, :])
-    tl.store(target + 4 + i[None, :], post, mask=live)
-    j = tl.arange(0, 16)
-    m = tl.sum(tl.load(at[:, :, None] + 8 + j[None, None, :], mask=here[:, :, None], other=0.0), axis=1)
-    logits = m * inverse * tl.load(scale + 2) + tl.load(base + 8 + j)[None, :]
-    c = tl.reshape(logits, [LR, 4, 4])
-    c = tl.exp(c - tl.max(c, axis=2)[:, :, None])
-    c = c / tl.sum(c, axis=2)[:, :, None] + hc_eps
-    c = c / (tl.sum(c, axis=1) + hc_eps)[:, None, :]
-    for _ in range(ROUNDS - 1):
-        c = c / (tl.sum(c, axis=2) + hc_eps)[:, :, None]
-        c = c / (tl.sum(c, axis=1) + hc_eps)[:, None, :]
-    tl.store(target + 8 + j[None, :], tl.reshape(c, [LR, 16]), mask=live)
+    i = tl.arange(0, 32)
+    live = r < rows
+    at = partials + (r.to(tl.int64)[:, None] * SPLITS + split[None, :])[:, :, None] * 32 + i[None, None, :]
+    here = (live[:, None] & (split < SPLITS)[None, :])[:, :, None] & ((i < 12) | (i >= 16))[None, None, :]
+    m = tl.load(at, mask=here, other=0.0)
+    # The place of a sum among the coefficients, right where there is one.
+    place = tl.max_contiguous(tl.multiple_of(i - 4 * (i >= 4) - 4 * (i >= 12), 4), 4)
+    is_pre, is_post = i < 4, (i >= 8) & (i < 12)
+    a = tl.load(scale + (i >= 4).to(tl.int32) + (i >= 16).to(tl.int32))
+    b = tl.load(base + place, mask=is_pre | is_post | (i >= 16), other=0.0)
+    m = tl.where(asked_for(ASM), m, 0.0)
+    m = tl.sum(m, axis=1)
+    square = tl.sum(tl.where((i == 4)[None, :], m, 0.0), axis=1)
+    logits = m * tl.rsqrt(square / (4 * D) + rms_eps)[:, None] * a[None, :] + b[None, :]
+    e = tl.reshape(logits, [LR, 8, 4])
+    e = tl.exp(e - tl.max(e, axis=2)[:, :, None])
+    e = e * reciprocal(tl.sum(e, axis=2), ASM)[:, :, None] + hc_eps
+    _, e = tl.split(tl.permute(tl.reshape(e, [LR, 2, 16]), [0, 2, 1]))
+    comb = sinkhorn(matrix(e), hc_eps, ROUNDS, ASM)
+    target = coefficients + r.to(tl.int64) * 24
+    for n in tl.static_range(4):
+        for j in tl.static_range(4):
+            tl.store(target + (8 + 4 * n + j), comb[n][j], mask=live)
+    gate = _sigmoid(tl.where((is_pre | is_post)[None, :], logits, 0.0), ASM)
+    gate = tl.where(is_pre[None, :], gate + hc_eps, 2.0 * gate)
+    tl.store(target[:, None] + place[None, :], gate, mask=live[:, None] & (is_pre | is_post)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -187,7 +193,7 @@ def _finish_kernel(
     scales, words, lanes, sums, rows, rms_eps, hc_eps,
     U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, LR: tl.constexpr,
     ROUNDS: tl.constexpr, HEAD: tl.constexpr, INDEX: tl.constexpr, NORMED: tl.constexpr,
-    CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
@@ -198,14 +204,14 @@ def _finish_kernel(
         if INDEX:
             source = tl.load(index + row).to(tl.int64)
         _input_of_row(
-            streams, row, source, partials, scale, base, weight, coefficients, normed, normed_row,
+            streams, row, source, partials, scale, base, weight, normed, normed_row,
             scales, words, lanes, sums, rms_eps, hc_eps,
-            U, UB, SPLITS, SP, HEAD, NORMED, CODES, WORDS, LANES, SUMS,
+            U, UB, SPLITS, SP, NORMED, CODES, WORDS, LANES, SUMS, ASM,
         )  # fmt: skip
     elif not HEAD:
         _coefficients_of_rows(
             (program - rows) * LR, partials, scale, base, coefficients, rows, rms_eps, hc_eps,
-            128 * U, SPLITS, SP, LR, ROUNDS,
+            128 * U, SPLITS, SP, LR, ROUNDS, ASM,
         )  # fmt: skip
 
 
@@ -381,7 +387,7 @@ def _launch_finish(
     block = triton.next_power_of_2(units)
     head = coefficients is None
     # Enough rows side by side to fill the lanes, as many as their sums leave room for.
-    together = 1 if rows <= FEW_ROWS else max(1, min(8, 128 // cut.splits))
+    together = 1 if rows <= FEW_ROWS else max(1, min(32, 128 // triton.next_power_of_2(cut.splits)))
     parts = (None, None, None) if out is None else (out.words, out.lanes, out.sums)
     _finish_kernel[(rows if head else rows + triton.cdiv(rows, together),)](
         streams,
@@ -411,7 +417,8 @@ def _launch_finish(
         WORDS=parts[0] is not None,
         LANES=parts[1] is not None,
         SUMS=parts[2] is not None,
-        num_warps=min(16, max(1, block // 4)),
+        ASM=use_asm(streams),
+        num_warps=min(16, max(1, block // _UNITS_PER_WARP)),
         **overlap(early=True),
     )
 

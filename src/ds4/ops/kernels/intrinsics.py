@@ -106,3 +106,31 @@ def rounded_product(a, b, ASM: tl.constexpr):
         )
     else:
         return a * b
+
+
+@triton.jit
+def reciprocal(x, ASM: tl.constexpr):
+    """1 / x of float32, within one unit in the last place: a single instruction. Denormals count as zero."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def asked_for(ASM: tl.constexpr):
+    """True, but known to the compiler only behind a barrier, and so behind all loads before it in the source.
+
+    What hangs on it waits for none of them, yet comes after them: left alone, the compiler moves loads down behind
+    sums of what others bring, and their latencies add up.
+    """
+    if ASM:
+        true = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; bar.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }",
+            "=r,r", [1], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        return true != 0
+    else:
+        return True
