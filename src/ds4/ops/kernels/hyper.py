@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.intrinsics import asked_for, behind, overlap, reciprocal, use_asm
+from ds4.ops.kernels.intrinsics import asked_for, behind, overlap, prefetch, reciprocal, use_asm
 from ds4.ops.kernels.planes import UNIT
 from ds4.ops.kernels.quantize import Quantised, store_quantised
 from ds4.ops.kernels.sinkhorn import matrix, sinkhorn
@@ -34,10 +34,10 @@ _UNITS_PER_WARP = 8  # of the second launch: four warps for 4096 channels, one f
 
 @triton.jit(do_not_specialize=["rows"])
 def _stream_kernel(
-    streams, target, index, y, y_row, y_part, extra, extra_row, coefficients, fn, partials, rows,
+    streams, target, index, y, y_row, y_part, extra, extra_row, coefficients, fn, scale, base, weight, partials, rows,
     D: tl.constexpr, POST: tl.constexpr, PARTS: tl.constexpr, EXTRA: tl.constexpr, INDEX: tl.constexpr,
     MIX: tl.constexpr, NM: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, DOT: tl.constexpr,
+    SPLITS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
@@ -57,12 +57,29 @@ def _stream_kernel(
             sums = tl.zeros([BM, NP], tl.float32)
         else:
             lanes = tl.zeros([NP, C], tl.float32)
+            # The second launch's constants too: a whole step went through the L2 since they were there last.
+            if split == 0:
+                prefetch(scale, ASM)
+                prefetch(base, ASM)
     for step in range(STEPS):
         d = (split * STEPS + step) * C + tl.arange(0, C)
+        if MIX and not DOT:
+            prefetch(weight + d, ASM)
+            # Asked for up here: below a store they would wait until what is stored is known.
+            matrices = ()
+            for k in tl.static_range(4):
+                at = fn + n[:, None] * (4 * D) + k * D + d[None, :]
+                matrices = matrices + (tl.load(at, mask=n[:, None] < NM, other=0.0),)
+        if POST and not DOT:
+            factors = ()
+            for j in tl.static_range(20):
+                factors = factors + (tl.load(coefficients + row * 24 + 4 + j, mask=here, other=0.0),)
         old = ()
         for j in tl.static_range(4):
             old = old + (tl.load(streams + j * D + d[None, :], mask=here, other=0.0),)
         if POST:
+            if not DOT:
+                tl.debug_barrier()  # the compiler would move loads from above it down behind sums of what is below
             add = tl.load(y + row * y_row + d[None, :], mask=here, other=0.0).to(tl.float32)
             for part in tl.static_range(1, PARTS):
                 add += tl.load(y + row * y_row + part * y_part + d[None, :], mask=here, other=0.0).to(tl.float32)
@@ -71,10 +88,14 @@ def _stream_kernel(
         for k in tl.static_range(4):
             new = old[k]
             if POST:
-                # Read anew each time: twenty numbers for every row are too many to keep.
-                new = tl.load(coefficients + row * 24 + 4 + k, mask=here, other=0.0) * add
-                for j in tl.static_range(4):
-                    new += tl.load(coefficients + row * 24 + 8 + 4 * j + k, mask=here, other=0.0) * old[j]
+                if DOT:  # read anew each time: twenty numbers for every row are too many to keep
+                    new = tl.load(coefficients + row * 24 + 4 + k, mask=here, other=0.0) * add
+                    for j in tl.static_range(4):
+                        new += tl.load(coefficients + row * 24 + 8 + 4 * j + k, mask=here, other=0.0) * old[j]
+                else:
+                    new = factors[k] * add
+                    for j in tl.static_range(4):
+                        new += factors[4 + 4 * j + k] * old[j]
                 tl.store(target + row * (4 * D) + k * D + d[None, :], new, mask=here)
             if MIX:
                 squares += new * new
@@ -87,8 +108,7 @@ def _stream_kernel(
                     sums = tl.dot(new - upper, w, sums, input_precision="tf32")
                     sums = tl.dot(upper, w, sums, input_precision="tf32")
                 else:
-                    w = tl.load(fn + n[:, None] * (4 * D) + k * D + d[None, :], mask=n[:, None] < NM, other=0.0)
-                    lanes += w.to(tl.float32) * new
+                    lanes += matrices[k].to(tl.float32) * new
     if MIX:
         at = partials + (row * SPLITS + split) * 32
         place = (n + 4 * (n >= 4) + 4 * (n >= 8))[None, :]
@@ -322,7 +342,7 @@ def _launch_streams(
     rows: int,
     wanted: Tensor | None,
     update: Update | None,
-    fn: Tensor | None,
+    weights: HyperWeights | None,
     partials: Tensor | None,
 ) -> _Cut:
     hidden = _check(streams, rows, update)
@@ -331,7 +351,7 @@ def _launch_streams(
         raise ValueError(f"{partials.numel()} floats of scratch, {rows * cut.splits * _WIDTH} are needed")
     y = streams if update is None else update.y
     extra = None if update is None else update.extra
-    nm = 0 if fn is None else fn.shape[0]
+    nm = 0 if weights is None else weights.fn.shape[0]
     few = cut.rows == 1
     _stream_kernel[(triton.cdiv(rows, cut.rows), cut.splits)](
         streams,
@@ -343,7 +363,7 @@ def _launch_streams(
         y if extra is None else extra,
         0 if extra is None else extra.stride(0),
         streams if update is None else update.coefficients,
-        streams if fn is None else fn,
+        *((streams,) * 4 if weights is None else (weights.fn, weights.scale, weights.base, weights.norm)),
         streams if partials is None else partials,
         rows,
         D=hidden,
@@ -351,7 +371,7 @@ def _launch_streams(
         PARTS=y.shape[1] if y.dim() == 3 else 1,
         EXTRA=extra is not None,
         INDEX=wanted is not None,
-        MIX=fn is not None,
+        MIX=weights is not None,
         NM=nm,
         NP=32 if nm > 16 else 16,
         BM=cut.rows,
@@ -359,6 +379,7 @@ def _launch_streams(
         STEPS=cut.steps,
         SPLITS=cut.splits,
         DOT=not few,
+        ASM=use_asm(streams),
         num_warps=4,
         num_stages=2,
         **overlap(early=True),
@@ -447,7 +468,7 @@ def hc_pre(
         raise ValueError(f"expected fn [{COEFFICIENTS}, {STREAMS * streams.shape[2]}], got {list(weights.fn.shape)}")
     if coefficients.shape != (rows, COEFFICIENTS) or not coefficients.is_contiguous():
         raise ValueError(f"expected coefficients [{rows}, {COEFFICIENTS}], got {list(coefficients.shape)}")
-    cut = _launch_streams(streams, rows, None, update, weights.fn, partials)
+    cut = _launch_streams(streams, rows, None, update, weights, partials)
     new = streams if update is None else update.target
     _launch_finish(new, rows, None, cut, weights, partials, coefficients, constants, out, normed)
 
@@ -480,6 +501,6 @@ def hc_collapse(
     if weights.fn.shape != (STREAMS, STREAMS * streams.shape[2]) or not weights.fn.is_contiguous():
         raise ValueError(f"expected fn [{STREAMS}, {STREAMS * streams.shape[2]}], got {list(weights.fn.shape)}")
     rows = streams.shape[0] if wanted is None else wanted.shape[0]
-    cut = _launch_streams(streams, rows, wanted, update, weights.fn, partials)
+    cut = _launch_streams(streams, rows, wanted, update, weights, partials)
     new = streams if update is None else update.target
     _launch_finish(new, rows, wanted, cut, weights, partials, None, constants, out, normed)

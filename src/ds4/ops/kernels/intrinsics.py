@@ -134,3 +134,13 @@ def asked_for(ASM: tl.constexpr):
         return true != 0
     else:
         return True
+
+
+@triton.jit
+def prefetch(pointers, ASM: tl.constexpr):
+    """Asks for the lines of memory at these pointers and waits for nothing: a later kernel finds them in the L2."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
