@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as T
 from torch import Tensor
 
 from ds4 import ops
-from ds4.ops.kernels.experts_fused import down_fused, fragments, gate_up_fused, half_gains, natural, tile_rows
+from ds4.ops.kernels.experts_fused import Scales, down_fused, fragments, gate_up_fused, natural, scales_of, tile_rows
 from ds4.ops.kernels.experts_prefill import (
     Tile,
     dequantise_experts,
@@ -19,7 +19,7 @@ from ds4.ops.kernels.experts_prefill import (
     sum_pairs,
 )
 from ds4.ops.kernels.grouping import Groups, group
-from ds4.ops.kernels.planes import Iq2Layout
+from ds4.ops.kernels.planes import Iq2Layout, Planes
 from kernel_cases.harness import Bench, Case, error, tiles
 
 TILES = [
@@ -146,15 +146,21 @@ def down(bench: Bench) -> Iterator[Case]:
                     yield Case(f"{name} {label}", runs, nbytes, check, 5e-3, [out], flops)
 
 
+def _scales(bench: Bench, gate: Planes, up: Planes, down: Planes) -> Scales:
+    """For inputs whose norm is that of a normalised row."""
+    return scales_of([(gate, up, down)], [bench.empty(bench.shape.hidden).fill_(1.0)], bench.shape.swiglu_clamp)[0]
+
+
 def _fused_gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Case]]:
     def make(bench: Bench) -> Iterator[Case]:
         s = bench.shape
         gate, up = (bench.planes(type, s.expert_hidden, s.hidden, s.experts, layout) for _ in range(2))
-        gain = 1.0 if bench.compile_only else min(half_gains([gate, up]))
+        scales = Scales() if bench.compile_only else _scales(bench, gate, up, gate)
         for tokens in bench.tokens:
             chosen, groups = _routed(bench, tokens, tile_rows(tokens * s.experts_used, s.experts))
             x = bench.randn(tokens, s.hidden, dtype=torch.float16)
-            placed, out = fragments(x), bench.empty(chosen.numel(), s.expert_hidden, dtype=torch.float16)
+            placed = fragments(x, scale=scales.x)
+            out = bench.empty(chosen.numel(), s.expert_hidden, dtype=torch.float16)
 
             def check(groups=groups, x=x, out=out) -> float:
                 got, expected = [], []
@@ -162,14 +168,14 @@ def _fused_gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterat
                     rows = x.double()[groups.order[place].long() // s.experts_used]
                     both = torch.cat((bench.weight(gate, e), bench.weight(up, e))).double()
                     expected.append(ops.swiglu(rows @ both.t(), s.swiglu_clamp))
-                    got.append(natural(out[place]))
+                    got.append(natural(out[place]) / scales.h)
                 return error(torch.cat(got), torch.cat(expected))
 
             flops = 4 * chosen.numel() * s.expert_hidden * s.hidden
             nbytes = gate.nbytes + up.nbytes + 2 * (x.numel() + out.numel())
             runs = [
                 lambda placed=placed, chosen=chosen, groups=groups, out=out: gate_up_fused(
-                    placed, chosen, groups, gate, up, gain, s.swiglu_clamp, out
+                    placed, chosen, groups, gate, up, scales, s.swiglu_clamp, out
                 )
             ]
             yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)
@@ -181,12 +187,13 @@ def _fused_down(type: T) -> Callable[[Bench], Iterator[Case]]:
     def make(bench: Bench) -> Iterator[Case]:
         s = bench.shape
         planes = bench.planes(type, s.hidden, s.expert_hidden, s.experts)
-        gain = 1.0 if bench.compile_only else half_gains([planes])[0]
+        scales = Scales() if bench.compile_only else _scales(bench, planes, planes, planes)
         for tokens in bench.tokens:
             chosen, groups = _routed(bench, tokens, tile_rows(tokens * s.experts_used, s.experts))
             h = bench.randn(chosen.numel(), s.expert_hidden, dtype=torch.float16)
             weights = bench.rand(tokens, s.experts_used) + 0.1
-            placed, out = fragments(h), bench.empty(tokens, s.experts_used, s.hidden)
+            placed = fragments(h, scale=scales.h)
+            out = bench.empty(tokens, s.experts_used, s.hidden)
 
             def check(groups=groups, h=h, weights=weights, out=out) -> float:
                 got, expected = [], []
@@ -201,7 +208,7 @@ def _fused_down(type: T) -> Callable[[Bench], Iterator[Case]]:
             nbytes = planes.nbytes + 2 * h.numel() + 4 * out.numel()
             runs = [
                 lambda placed=placed, chosen=chosen, groups=groups, weights=weights, out=out: down_fused(
-                    placed, chosen, groups, planes, gain, weights, out
+                    placed, chosen, groups, planes, scales, weights, out
                 )
             ]
             yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)

@@ -61,22 +61,24 @@ def large_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def gate_up_fused(
-    x: Any, chosen: Any, groups: Any, gate: Any, up: Any, gain: float, clamp: float, out: torch.Tensor
+    x: Any, chosen: Any, groups: Any, gate: Any, up: Any, scales: Any, clamp: float, out: torch.Tensor
 ) -> None:
     """`experts_fused.gate_up_fused` in torch."""
-    from ds4.ops.kernels.experts_fused import fragments, natural
+    from ds4.ops.kernels.experts_fused import fragments, natural, scales_of
 
-    rows, gates, ups = natural(x), weights_of(gate), weights_of(up)
+    assert scales.gate_up == scales_of([(gate, up, gate)], [torch.ones(1)], 1.0)[0].gate_up
+    rows, gates, ups = natural(x) / scales.x, weights_of(gate), weights_of(up)
     for e, place in places_of(groups):
         inputs = rows[groups.order[place].long() // chosen.shape[1]]
-        out[place] = fragments(ops.swiglu(inputs @ torch.cat((gates[e], ups[e])).t(), clamp), out.dtype)
+        out[place] = fragments(ops.swiglu(inputs @ torch.cat((gates[e], ups[e])).t(), clamp), out.dtype, scales.h)
 
 
-def down_fused(h: Any, chosen: Any, groups: Any, p: Any, gain: float, weights: Any, out: torch.Tensor) -> None:
+def down_fused(h: Any, chosen: Any, groups: Any, p: Any, scales: Any, weights: Any, out: torch.Tensor) -> None:
     """`experts_fused.down_fused` in torch."""
-    from ds4.ops.kernels.experts_fused import natural
+    from ds4.ops.kernels.experts_fused import natural, scales_of
 
-    rows, matrices = natural(h), weights_of(p)
+    assert scales.down == scales_of([(p, p, p)], [torch.ones(1)], 1.0)[0].down
+    rows, matrices = natural(h) / scales.h, weights_of(p)
     for e, place in places_of(groups):
         pairs = groups.order[place].long()
         out.flatten(0, 1)[pairs] = (rows[place] @ matrices[e].t()) * weights.flatten()[pairs].unsqueeze(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,28 @@ def test_other_types_are_converted(kind: T) -> None:
 
 def test_refusals() -> None:
     check_shape(TINY)
-    for name, value in (("hidden", 192), ("head_dim", 320), ("hc_streams", 2), ("q_lora_rank", 64)):
+    for name, value in (("hidden", 192), ("head_dim", 320), ("hc_streams", 2), ("hc_eps", 1e-13), ("q_lora_rank", 64)):
         with pytest.raises(Ds4Error, match=f"do not take {name} {value}"):
             check_shape(replace(TINY, **{name: value}))
+
+
+def test_experts_that_are_no_numbers_are_refused(device: str) -> None:
+    weights = DeviceWeights.load(FileBytes(open_model(embedded_model_path())), device)
+    assert all(scales.h == 512 for scales in weights.expert_scales())
+    layer = weights.layers[1]
+    norm = layer.hc_ffn.norm.clone()
+    norm[3] = float("nan")
+    changes = {
+        "ffn_norm": replace(layer, hc_ffn=replace(layer.hc_ffn, norm=norm)),
+        "ffn_down_exps": replace(layer, down=without_scales(layer.down)),
+        "ffn_gate_exps or ffn_up_exps": replace(layer, up=without_scales(layer.up)),
+    }
+    for name, changed in changes.items():
+        broken = replace(weights, layers=(weights.layers[0], changed, *weights.layers[2:]))
+        with pytest.raises(Ds4Error, match=rf"blk\.1\.{name}: a value is no number"):
+            broken.expert_scales()
+
+
+def without_scales(planes: Any) -> Any:
+    """Whose scales are infinite, or NaN."""
+    return replace(planes, d=torch.full_like(planes.d.view(torch.int16), 0x7C00).view(planes.d.dtype))

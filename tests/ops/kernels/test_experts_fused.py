@@ -15,12 +15,14 @@ from gguf import GGMLQuantizationType as T
 from ds4 import ops
 from ds4.ops.kernels import planes as P
 from ds4.ops.kernels.experts_fused import (
+    Scales,
     down_fused,
     fragments,
     gate_up_fused,
-    half_gains,
-    largest_weights,
+    largest_weight,
     natural,
+    scales_of,
+    tile_lengths,
     tile_rows,
 )
 from ds4.ops.kernels.experts_prefill import sum_pairs
@@ -69,22 +71,23 @@ def test_products(case, type, layout, device):
     gate, gate_weight = make(type, layout, inner, hidden, experts, 1, device)
     up, up_weight = make(type, layout, inner, hidden, experts, 2, device)
     down, down_weight = make(type, layout, hidden, inner, experts, 3, device)
-    gains = half_gains([gate, up, down])
+    (scales,) = scales_of([(gate, up, down)], [torch.full((hidden,), 1.5, device=device)], 10.0)
     x = randn(tokens, hidden, seed=4, device=device).to(DTYPE)
     weights = torch.rand(tokens, top, generator=torch.Generator().manual_seed(5)).to(device)
     h = torch.empty(tokens * top, inner, dtype=DTYPE, device=device)
     parts, y = torch.empty(tokens, top, hidden, device=device), torch.empty(tokens, hidden, device=device)
 
     def run() -> None:
-        gate_up_fused(fragments(x, DTYPE), chosen, groups, gate, up, min(gains[:2]), 10.0, h)
-        down_fused(h, chosen, groups, down, gains[2], weights, parts)
+        gate_up_fused(fragments(x, DTYPE, scales.x), chosen, groups, gate, up, scales, 10.0, h)
+        down_fused(h, chosen, groups, down, scales, weights, parts)
         sum_pairs(parts, chosen, experts, y)
 
     run_twice(run, h, parts, y)
     count = int(groups.offsets[-1])
     order, inputs = groups.order[:count].long(), x.double()
     expert_of = chosen.flatten()[order].long()
-    hidden_of = natural(h)[:count].double()
+    hidden_of = natural(h)[:count].double() / scales.h
+    assert scales.h == 512
     expected = torch.empty(count, inner, dtype=torch.float64, device=device)
     products = torch.empty(count, hidden, dtype=torch.float64, device=device)
     for e in range(experts):
@@ -115,13 +118,13 @@ def test_weights_of_any_size_keep_their_bits(type, layout, size, device):
     found = []
     for p in (planes, scaled):
         out = torch.empty(3, 1, n, device=device)
-        (gain,) = half_gains([p])
-        assert 0.5 * 2048 < float(largest_weights(p)) * gain <= 2048
-        down_fused(fragments(h, DTYPE), chosen, groups, p, gain, torch.ones(3, 1, device=device), out)
+        (scales,) = scales_of([(p, p, p)], [torch.ones(k, device=device)], 10.0)
+        assert 0.5 * 2048 < float(largest_weight(p)) * scales.down <= 2048
+        down_fused(fragments(h, DTYPE, scales.h), chosen, groups, p, scales, torch.ones(3, 1, device=device), out)
         found.append(out)
     assert torch.isfinite(found[1]).all()
     assert error(found[1] / size, found[0]) < 1e-6
-    assert float(largest_weights(planes)) >= float(weight.abs().max())
+    assert float(largest_weight(planes)) >= float(weight.abs().max())
 
 
 def scale_planes(planes: P.Planes, size: float) -> P.Planes:
@@ -134,15 +137,57 @@ def scale_planes(planes: P.Planes, size: float) -> P.Planes:
     return replace(planes, d=d.half().view(planes.d.dtype).view(planes.d.shape))
 
 
-def test_gains_of_nothing_and_of_no_number(device):
+def test_scales_of_nothing_and_of_no_number(device):
     planes, _ = make(T.Q2_K, "b", 16, 256, 2, 1, device)
     zeros, broken = scale_planes(planes, 0.0), scale_planes(planes, float("inf"))
-    assert half_gains([zeros, broken]) == [1.0, 0.0]
-    assert half_gains([]) == []
+    ones = torch.ones(256, device=device)
+    assert scales_of([(zeros, broken, zeros)], [0 * ones], 10.0) == [Scales(1.0, 0.0, 512.0, 1.0)]
+    # 2^12 is 64 norms of 64; half of that goes with what float16 holds.
+    assert scales_of([(zeros, zeros, broken)], [256 * ones], 300.0) == [Scales(8.0, 1.0, 1.0, 0.0)]
+    assert scales_of([(zeros, zeros, zeros)], [ones.log().log()], 10.0)[0].x == 0.0
+    assert scales_of([], [], 10.0) == []
+
+
+def test_no_weights_give_zeros(device):
+    """Exponents of nothing, which a pruned matrix may have, are no large scale."""
+    planes, _ = make(T.MXFP4, "b", 32, 256, 2, 1, device)
+    assert isinstance(planes, P.Mxfp4Planes)
+    chosen = torch.tensor([[0], [1], [0]], dtype=torch.int32, device=device)
+    groups = Groups.allocate(3, 2, device, tile_rows=16)
+    group(chosen, groups)
+    for exponent in (0, 1, 2):
+        small = replace(planes, scale=torch.full_like(planes.scale, exponent * 0x01010101))
+        (scales,) = scales_of([(small, small, small)], [torch.ones(256, device=device)], 10.0)
+        out = torch.empty(3, 1, 32, device=device)
+        h = torch.ones(3, 256, dtype=DTYPE, device=device)
+        down_fused(fragments(h, DTYPE, scales.h), chosen, groups, small, scales, torch.ones(3, 1, device=device), out)
+        assert float(out.abs().max()) < 1e-30
+
+
+def test_what_float16_does_not_hold_becomes_its_largest(device):
+    """Without a clamp; float32, in the interpreter, holds it."""
+    planes, weight = make(T.Q2_K, "b", 32, 256, 1, 1, device)
+    chosen = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    groups = Groups.allocate(1, 1, device, tile_rows=16)
+    group(chosen, groups)
+    (scales,) = scales_of([(planes, planes, planes)], [torch.ones(256, device=device)], 1e6)
+    x = (200 * weight[0][:1].sign()).to(DTYPE)
+    out = torch.empty(1, 32, dtype=DTYPE, device=device)
+    gate_up_fused(fragments(x, DTYPE), chosen, groups, planes, planes, replace(scales, x=1.0), 1e6, out)
+    expected = ops.swiglu(x.double() @ torch.cat((weight[0], weight[0])).t(), 1e6)
+    assert float(expected.abs().max()) > 1e5
+    if ON_GPU:
+        expected = expected.clamp(-65504, 65504)
+    assert error(natural(out), expected) < 2e-3
 
 
 def test_sizes_of_tiles():
     assert [tile_rows(tokens * 6, 256) for tokens in (65, 1024, 1025, 2048, 2219, 4096)] == [32, 32, 64, 64, 128, 128]
+    assert tile_lengths(6, 256) == [1, 1025, 2219]
+    for top, experts in ((6, 17), (4, 11), (3, 4), (6, 384), (1, 1)):
+        lengths = tile_lengths(top, experts)
+        assert [tile_rows(length * top, experts) for length in lengths] == [32, 64, 128]
+        assert [tile_rows((length - 1) * top, experts) for length in lengths[1:]] == [32, 64]
 
 
 def test_refusals(device):
@@ -153,19 +198,19 @@ def test_refusals(device):
     out = torch.empty(4, 32, dtype=DTYPE, device=device)
     for wrong in (x[:, :128], x.double()):
         with pytest.raises(ValueError, match="256 channels"):
-            gate_up_fused(wrong, chosen, groups, planes, planes, 1.0, 10.0, out)
-    with pytest.raises(ValueError, match="a positive gain"):
-        gate_up_fused(x, chosen, groups, planes, planes, 0.0, 10.0, out)
+            gate_up_fused(wrong, chosen, groups, planes, planes, Scales(), 10.0, out)
+    with pytest.raises(ValueError, match="a positive scale"):
+        gate_up_fused(x, chosen, groups, planes, planes, Scales(gate_up=0.0), 10.0, out)
     with pytest.raises(ValueError, match="a multiple of 32"):
-        gate_up_fused(x, chosen, groups, planes, planes, 1.0, 10.0, out[:3])
+        gate_up_fused(x, chosen, groups, planes, planes, Scales(), 10.0, out[:3])
     other, _ = make(T.Q2_K, "b", 16, 256, 4, 2, device)
     with pytest.raises(ValueError, match="up is q2_k 16 x 256"):
-        gate_up_fused(x, chosen, groups, planes, other, 1.0, 10.0, out)
+        gate_up_fused(x, chosen, groups, planes, other, Scales(), 10.0, out)
     with pytest.raises(ValueError, match="expected 5 experts"):
-        gate_up_fused(x, chosen, Groups.allocate(4, 5, device), planes, planes, 1.0, 10.0, out)
+        gate_up_fused(x, chosen, Groups.allocate(4, 5, device), planes, planes, Scales(), 10.0, out)
     with pytest.raises(ValueError, match=r"expected \[2, 2\] x 32"):
         down_fused(
-            x, chosen, groups, planes, 1.0, torch.ones(2, 2, device=device), torch.empty(2, 2, 16, device=device)
+            x, chosen, groups, planes, Scales(), torch.ones(2, 2, device=device), torch.empty(2, 2, 16, device=device)
         )
 
 
@@ -176,28 +221,38 @@ def test_what_it_is_compiled_to() -> None:
     when the next weights are decoded: it would read them from the same registers. The compiler lets some run on.
     """
     code = """
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ds4.ops.kernels.experts_fused import _down_kernel, _gate_up_kernel
-TYPES = {"iq2_xxs_b": ["*i32", "*i32", "*i32", "*fp16"], "q2_k": ["*i32"] * 4}
+TYPES = {"iq2_xxs_b": ["*i32", "*i32", "*i32", "*fp16"]}
 for kernel, format, rows, depth in (
-    (_gate_up_kernel, "iq2_xxs_b", 128, 64), (_gate_up_kernel, "iq2_xxs_b", 64, 128), (_down_kernel, "q2_k", 128, 64)
+    (_gate_up_kernel, "iq2_xxs_b", 128, 64), (_gate_up_kernel, "iq2_xxs_b", 64, 128), (_down_kernel, "q2_k", 128, 64),
+    (_down_kernel, "q4_k", 64, 128), (_gate_up_kernel, "mxfp4", 128, 64),
 ):
     gate = kernel is _gate_up_kernel
     constants = dict(FORMAT=format, E=256, EP=256, BM=rows, BN=64 if gate else 128, BK=depth, STAGES=3, ASM=True)
     constants |= dict(TOP=6, F=2048, K=4096) if gate else dict(N=4096, K=2048)
     signature = {name: "*i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    plain = dict(x="*fp16", h="*fp16", x_stride="i32", gain="fp32", clamp="fp32", weights="*fp32", out_stride="i32")
+    plain = dict(x="*fp16", h="*fp16", x_stride="i32", weights="*fp32", out_stride="i32")
+    plain |= dict.fromkeys(("gain", "back", "clamp", "scale"), "fp32")
     signature |= {name: type for name, type in plain.items() if name in signature}
     signature["out"] = "*fp16" if gate else "*fp32"
-    signature |= {f"{p}{i}": TYPES[format][i] for p in "gup" for i in range(4) if f"{p}{i}" in signature}
+    types = TYPES.get(format, ["*i32"] * 4)
+    signature |= {f"{p}{i}": types[i] for p in "gup" for i in range(4) if f"{p}{i}" in signature}
     aligned = [i for i, name in enumerate(signature) if signature[name].startswith("*") or "stride" in name]
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=128))
-    print(compiled.asm["ttgir"].replace("\\n", "\\x1f"))
+    ptx = compiled.asm["ptx"]
+    turn = next(
+        ptx[label.end() : end]
+        for label in re.finditer(r"^(\\$L__BB\\w+):", ptx, re.M)
+        if (end := ptx.find("bra \\t" + label[1] + ";", label.end())) > 0 and "wgmma.mma" in ptx[label.end() : end]
+    )
+    print(format, turn.count("bar.sync"), compiled.asm["ttgir"].replace("\\n", "\\x1f"))
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -205,7 +260,7 @@ for kernel, format, rows, depth in (
     )
     assert result.returncode == 0, result.stderr
     kernels = [line.split("\x1f") for line in result.stdout.splitlines()]
-    assert len(kernels) == 3
+    assert len(kernels) == 5
     for lines in kernels:
         products = [line for line in lines if "ttng.warp_group_dot " in line]
         waits = [line for line in lines if "ttng.warp_group_dot_wait" in line]
@@ -215,3 +270,6 @@ for kernel, format, rows, depth in (
         assert all("pendings = 0" in line for line in waits)
         into_shared = [line for line in lines if "ttg.local_alloc %" in line or "ttg.local_store" in line]
         assert not [line for line in into_shared if "xf16" in line], into_shared
+        format, barriers, _ = lines[0].split(" ", 2)
+        # One for the inputs that have come, one for those that are no longer read; the table takes another.
+        assert int(barriers) == (3 if format == "iq2_xxs_b" else 2)

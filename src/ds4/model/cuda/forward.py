@@ -10,8 +10,8 @@ page tables are in the cache.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ds4.ops.kernels.attention import Parts, Rows, attention, prepare_queries, s
 from ds4.ops.kernels.compress import Compressor, store_chunk
 from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.experts import down, gate_up
-from ds4.ops.kernels.experts_fused import half_gains
+from ds4.ops.kernels.experts_fused import Scales
 from ds4.ops.kernels.gemv import gemv, gemv_both, gemv_grouped
 from ds4.ops.kernels.hyper import COEFFICIENTS, Constants, Update, hc_collapse, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch
@@ -100,9 +100,6 @@ class Turns:
         return self.back.shape[0]
 
 
-_HALF_MAX = 65504.0
-
-
 class StepBuffers:
     """All that a step of `rows` rows works in."""
 
@@ -157,22 +154,6 @@ class StepBuffers:
         self.token_logits = floats(rows, s.vocab)
 
 
-def expert_gains(weights: DeviceWeights) -> list[tuple[float, float]]:
-    """See `DeviceModel.expert_gains`."""
-    layers, s = weights.layers, weights.shape
-    gains = half_gains([planes for layer in layers for planes in (layer.gate, layer.up, layer.down)])
-    found = [(min(gains[3 * i : 3 * i + 2]), gains[3 * i + 2]) for i in range(len(layers))]
-    # A normalised row has the root of its length as its norm, which a single channel may have all of.
-    norms = torch.stack([layer.hc_ffn.norm.abs().amax() for layer in layers]) * math.sqrt(s.hidden)
-    for number, (norm, gain) in enumerate(zip(norms.tolist(), found, strict=True)):
-        if not (norm < _HALF_MAX and s.swiglu_clamp**2 < _HALF_MAX and min(gain) > 0):
-            raise Ds4Error(
-                f"blk.{number}: the experts' weights, ffn_norm or swiglu clamp go beyond what float16 holds;"
-                " --quality evaluates them in float32"
-            )
-    return found
-
-
 class DeviceModel:
     """A model on one device: weights, cache, and the steps over both."""
 
@@ -191,18 +172,11 @@ class DeviceModel:
         self._zeros = torch.zeros(MAX_ROWS, dtype=torch.int32, device=self.device)
         self._scratch_ring = RowPlanes.allocate(1, MAX_ROWS + s.window - 1, head_dim=s.head_dim, device=self.device)
         self._buffers: dict[int, StepBuffers] = {}
-        self._expert_gains: list[tuple[float, float]] = []
 
-    @property
-    def expert_gains(self) -> list[tuple[float, float]]:
-        """For each layer what its experts' gate and up, and their down, are multiplied with; see `half_gains`.
-
-        Raises:
-            Ds4Error: a layer's experts, or what they are given, go beyond float16.
-        """
-        if not self._expert_gains:
-            self._expert_gains = expert_gains(self.weights)
-        return self._expert_gains
+    @cached_property
+    def expert_scales(self) -> list[Scales]:
+        """See `DeviceWeights.expert_scales`; for pieces that are not exact."""
+        return self.weights.expert_scales()
 
     def buffers(self, rows: int) -> StepBuffers:
         """The buffers of the smallest bucket that takes so many rows."""

@@ -320,21 +320,23 @@ class _Chunk:
                 self.take(s.experts, s.hidden), self.take(s.experts, s.expert_hidden), groups.offsets.diff()
             )
             expert_energy(x, h, weights, groups, sums.gate_up, sums.down)
-            self.energy(number, sums if self.exact else replace(sums, down=natural(sums.down)))
+            if not self.exact:
+                sums = replace(sums, down=natural(sums.down) / self.model.expert_scales[number].h ** 2)
+            self.energy(number, sums)
         return routed, shared
 
     def _fused_experts(
         self, number: int, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Groups, Tensor, Tensor]:
-        """The groups, what is between the products, in the order of `fragments`, and what the experts give."""
+        """The groups, what is between the products (scaled, in the order of `fragments`), and what the experts give."""
         s, (t, top) = self.shape, chosen.shape
         half = torch.float16 if self.half == torch.bfloat16 else torch.float32
-        gate_up, down = self.model.expert_gains[number]
+        scales = self.model.expert_scales[number]
         groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=tile_rows(t * top, s.experts))
         group(chosen, groups)
         h, routed = self.take(t * top, s.expert_hidden, dtype=half), self.take(t, top, s.hidden)
-        gate_up_fused(fragments(x, half), chosen, groups, w.gate, w.up, gate_up, s.swiglu_clamp, h)
-        down_fused(h, chosen, groups, w.down, down, weights, routed)
+        gate_up_fused(fragments(x, half, scales.x), chosen, groups, w.gate, w.up, scales, s.swiglu_clamp, h)
+        down_fused(h, chosen, groups, w.down, scales, weights, routed)
         return groups, h, routed
 
     def _decoded_experts(

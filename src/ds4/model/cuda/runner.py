@@ -79,6 +79,8 @@ class CudaRunner:
         self.shape = replace(shape, context=context)
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = DeviceModel(weights, cache)
+        if not config.quality:
+            _ = self.model.expert_scales  # refuses what is damaged now, not amid a prompt
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
         self._tokens = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
         self._ahead: _Ahead | None = None
@@ -297,13 +299,14 @@ class CudaRunner:
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
         work += self._tokens.warm_up()
         lengths = {length for length in (*_LENGTHS, c.chunk) if length <= min(c.chunk, context)}
+        s = self.shape
         if not c.quality:
             lengths = {length for length in lengths if length > c.short}
-        s = self.shape
-        tiles = {tile_rows(length * s.experts_used, s.experts) for length in lengths}
-        for length in tile_lengths(s.experts_used, s.experts):
-            if c.short < length <= min(c.chunk, context) and tile_rows(length * s.experts_used, s.experts) not in tiles:
-                lengths.add(length)
+            tiles = {tile_rows(length * s.experts_used, s.experts) for length in lengths}
+            for least in tile_lengths(s.experts_used, s.experts):
+                length = max(least, c.short + 1)
+                if length <= min(c.chunk, context) and tile_rows(length * s.experts_used, s.experts) not in tiles:
+                    lengths.add(length)
         chosen_from = (s.index_top_k + 1) * s.sparse_ratio if s.sparse_ratio in s.ratios else 0
         # The longest first, so that the scratch of the others is cut out of what it leaves.
         for length in sorted(lengths, reverse=True):

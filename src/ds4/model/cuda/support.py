@@ -20,6 +20,7 @@ def check_shape(shape: Shape) -> None:
         "rope_dim": shape.rope_dim == 64,
         "o_lora_rank": (shape.o_groups * shape.o_lora_rank) % 128 == 0,
         "hc_streams": shape.hc_streams == 4,
+        "hc_eps": shape.hc_eps >= 1e-12,  # Sinkhorn divides by products of four sums
         "index_dim": shape.index_dim == 128 or shape.sparse_ratio not in shape.ratios,
     }
     for name, fits in limits.items():

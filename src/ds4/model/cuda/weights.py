@@ -24,6 +24,7 @@ from ds4.gguf.file import ModelFile
 from ds4.gguf.header import row_bytes
 from ds4.gguf.shape import Shape, expected_tensors
 from ds4.model.cuda.support import check_model
+from ds4.ops.kernels.experts_fused import Scales, scales_of
 from ds4.ops.kernels.hyper import HyperWeights
 from ds4.ops.kernels.planes import (
     F16Planes,
@@ -239,6 +240,21 @@ class DeviceWeights:
         """The layout of IQ2_XXS experts; None where there are none."""
         kinds = {type(planes) for layer in self.layers for planes in (layer.gate, layer.up, layer.down)}
         return "a" if Iq2aPlanes in kinds else "b" if Iq2bPlanes in kinds else None
+
+    def expert_scales(self) -> list[Scales]:
+        """The powers of two of each layer by which float16 holds what its experts are made of and work on.
+
+        Raises:
+            Ds4Error: a weight is no number, or infinite.
+        """
+        experts = [(layer.gate, layer.up, layer.down) for layer in self.layers]
+        found = scales_of(experts, [layer.hc_ffn.norm for layer in self.layers], self.shape.swiglu_clamp)
+        for number, scales in enumerate(found):
+            parts = ((scales.gate_up, "ffn_gate_exps or ffn_up_exps"), (scales.down, "ffn_down_exps"))
+            for scale, name in (*parts, (scales.x, "ffn_norm")):
+                if not scale:
+                    raise Ds4Error(f"blk.{number}.{name}: a value is no number, or infinite; the file is damaged")
+        return found
 
 
 def _layer(loader: _Loader, shape: Shape, layer: int) -> DeviceLayer:

@@ -37,8 +37,7 @@ def load_chunk(FORMAT: tl.constexpr, p0, p1, p2, p3, R, u, h, j, k, U: tl.conste
         words = _pair_of_words(p0 + (R * (8 * U) + (k // 2 * U + u) * 4 + k % 2 * 2))
         return (words, tl.load(p1 + (R * (2 * U) + u * 2 + h)), tl.load(p2 + pair))
     elif FORMAT == "q4_k":
-        word = 8 * h + 2 * k
-        words = _pair_of_words(p0 + (R * (16 * U) + (word // 4 * U + u) * 4 + word % 4))
+        words = _pair_of_words(p0 + (R * (16 * U) + ((2 * h + k // 2) * U + u) * 4 + k % 2 * 2))
         return (words, tl.load(p1 + (R * U + u)), tl.load(p2 + pair), tl.load(p3 + pair))
     else:
         tl.static_assert(FORMAT == "mxfp4", "unknown format")
@@ -49,7 +48,8 @@ def load_chunk(FORMAT: tl.constexpr, p0, p1, p2, p3, R, u, h, j, k, U: tl.conste
 def chunk_bytes(FORMAT: tl.constexpr, chunk, lut, u, j, k, gain, ASM: tl.constexpr):
     """Two words of bytes, gain times their scale, and gain times what is then taken off (float32; 0: nothing is).
 
-    The bytes are signed, as those of `lut` are. In place of the indices of IQ2_XXS rows the chunk has magnitudes.
+    The bytes are as `lut` has them, which may be 128 too large; those of Q8_0 are signed. In place of the indices of
+    IQ2_XXS rows the chunk has magnitudes.
     """
     if FORMAT == "q8_0":
         low, high = tl.split(chunk[0])
@@ -166,3 +166,49 @@ def halves_of_bytes(low, high, scale, least, MINIMUM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def iq2_halves(magnitudes, signs, sign_turn, scales, scale_turn, d, lut):
+    """`halves_of_bytes` from where IQ2_XXS begins: d * (2 scale + 1) * (magnitude with its sign).
+
+    The rotations bring the signs of the chunk to bit 2 of each nibble, and twice the group's scale to bits 1 to 4.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, l, h, s, b, w0, w1, w2, w3;
+        .reg .f32 f;
+        shf.l.wrap.b32 t, $9, $9, $10;
+        lop3.b32 t, t, 0x44444444, $8, 0xEA;
+        prmt.b32 l, $14, $15, t;
+        shr.b32 t, t, 16;
+        prmt.b32 h, $14, $15, t;
+        prmt.b32 w0, l, 0x64646464, 0x4140;
+        prmt.b32 w1, l, 0x64646464, 0x4342;
+        prmt.b32 w2, h, 0x64646464, 0x4140;
+        prmt.b32 w3, h, 0x64646464, 0x4342;
+        shf.l.wrap.b32 t, $11, $11, $12;
+        lop3.b32 t, t, 0x1E, 1, 0xEA;
+        cvt.rn.f32.u32 f, t;
+        mul.rn.f32 f, f, $13;
+        cvt.rn.f16x2.f32 s, f, f;
+        mov.b32 b, 0xE480E480;
+        add.rn.f16x2 w0, w0, b;
+        add.rn.f16x2 w1, w1, b;
+        add.rn.f16x2 w2, w2, b;
+        add.rn.f16x2 w3, w3, b;
+        mul.rn.f16x2 w0, w0, s;
+        mul.rn.f16x2 w1, w1, s;
+        mul.rn.f16x2 w2, w2, s;
+        mul.rn.f16x2 w3, w3, s;
+        mov.b32 {$0, $1}, w0;
+        mov.b32 {$2, $3}, w1;
+        mov.b32 {$4, $5}, w2;
+        mov.b32 {$6, $7}, w3;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,f,r,r",
+        [magnitudes, signs, sign_turn, scales, scale_turn, d, lut[0], lut[1]],
+        dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+        is_pure=True,
+        pack=1,
+    )

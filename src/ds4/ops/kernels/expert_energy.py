@@ -41,7 +41,8 @@ def expert_energy(x: Tensor, h: Tensor, weights: Tensor, groups: Groups, gate_up
 
     Args:
         x: [tokens, hidden], rows contiguous: the input of gate and up.
-        h: [tokens * top, expert_hidden], contiguous, from `gate_up_grouped`: row i belongs to pair `groups.order[i]`.
+        h: [tokens * top, expert_hidden], contiguous, from `gate_up_grouped` or `gate_up_fused`: row i belongs to pair
+            `groups.order[i]`.
         weights: float32 [tokens, top], contiguous: of the pairs, which h is yet to be multiplied with.
         groups: of the same pairs.
         gate_up: filled, float32 [experts, hidden]; zeros for an expert without pairs.

@@ -1,6 +1,6 @@
 """Many rows at once: planes decoded to a scratch, and grouped matrix products over pairs sorted by expert.
 
-The order of work for one layer, for as many experts at a time as the scratch holds:
+So are experts evaluated in float32 (`experts_fused` is for float16), for as many at a time as the scratch holds:
 
     group(chosen, groups)
     dequantise_experts(gate, ...), dequantise_experts(up, ...), gate_up_grouped(...)
@@ -306,8 +306,3 @@ def sum_pairs(parts: Tensor, chosen: Tensor, experts: int, out: Tensor, extra: T
         parts, chosen, parts if extra is None else extra, out, n, experts,
         TOP=top, EXTRA=extra is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def scratch_nbytes(count: int, rows: int, k: int) -> int:
-    """Bytes of a 16-bit scratch for `count` matrices [rows, k]."""
-    return count * rows * k * torch.bfloat16.itemsize

@@ -124,7 +124,7 @@ def asked_for(ASM: tl.constexpr):
     """True, but known to the compiler only behind a barrier, and so behind all loads before it in the source.
 
     What hangs on it waits for none of them, yet comes after them: left alone, the compiler moves loads down behind
-    sums of what others bring, and their latencies add up.
+    sums of what others bring, and their latencies add up. All threads of a program have to come here.
     """
     if ASM:
         true = tl.inline_asm_elementwise(
