@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from ds4.engine.engine import Engine, EngineConfig, ModelRunner
 from ds4.errors import Ds4Error
 from ds4.gguf.shape import Shape
 from ds4.model import DeepseekV4, ModelWeights, Taps, TensorSource
+from ds4.model.cuda import prefill
 from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.weights import DeviceWeights, TensorBytes
 from tests.helpers import random_tensors
@@ -220,6 +222,28 @@ def test_a_step_only_launches(weights: DeviceWeights, monkeypatch: pytest.Monkey
         with Recorder() as recorder:
             model.decode(buffers)
         assert recorder.names <= {"view", "slice", "select", "unbind", "detach", "alias", "as_strided"}
+
+
+def test_a_long_piece_keeps_nothing_of_earlier_sublayers(
+    weights: DeviceWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory plan counts the larger of attention and experts, not both."""
+    gave: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(sublayer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            assert [made() for made in gave] == [None] * len(gave)
+            found = sublayer(*args)
+            gave.extend(weakref.ref(part) for part in (found if isinstance(found, tuple) else (found,)))
+            return found
+
+        return run
+
+    for name in ("_attention", "_experts"):
+        monkeypatch.setattr(prefill._Chunk, name, watched(getattr(prefill._Chunk, name)))
+    engine = Engine(CudaRunner(weights, CONFIG), None, EngineConfig(checkpoint_interval=0))
+    engine.session().sync([i % 64 for i in range(40)])
+    assert len(gave) == 3 * weights.shape.layers
 
 
 def test_refusals(weights: DeviceWeights) -> None:

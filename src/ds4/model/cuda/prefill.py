@@ -190,11 +190,14 @@ class _Chunk:
             hc_pre(old, layer.hc_attn, self.partials, self.coefficients, None, x, update, model.constants)
             if update is not None:
                 old, new = new, old
+            update = None  # nothing of a sublayer stays while the next one is at work
             update = Update(self._attention(number, layer, x), self.coefficients, new)
             hc_pre(old, layer.hc_ffn, self.partials, self.coefficients, None, x, update, model.constants)
             old, new = new, old
+            update = None
             routed, shared = self._experts(number, layer, x)
             update = Update(routed, self.coefficients, new, shared)
+            del routed, shared
         if wanted is None:
             return None
         assert update is not None
