@@ -99,72 +99,70 @@ def chunk_bytes(FORMAT: tl.constexpr, chunk, lut, u, j, k, gain, ASM: tl.constex
         return low, high, exponent_scale(chunk[1] >> (8 * j), 0) * gain, 0.0
 
 
+def _halves(first: str, low: str, high: str, scale: str, excess: str, last: str) -> tl.constexpr:
+    """Instructions that make eight float16 ($0 to $7) of two words of bytes.
+
+    A byte b becomes 1024 + b by what stands beside it, and then, exactly, what it stands for.
+
+    Args:
+        first: what puts the bytes into `low` and `high`.
+        scale: what puts a pair of scales into s, or whatever `last` takes.
+        excess: a pair of -1024 less what the bytes are too large.
+        last: operation and last operands that the pairs w0 to w3 go through at the end.
+    """
+    words = [f"w{i}" for i in range(4)]
+    return tl.constexpr(
+        "\n".join(
+            [
+                "{ .reg .b32 t, l, h, s, m, b, w0, w1, w2, w3; .reg .f32 f;",
+                first,
+                *(
+                    f"prmt.b32 {w}, {b}, 0x64646464, {p};"
+                    for w, b, p in zip(words, (low, low, high, high), _PLACES, strict=True)
+                ),
+                scale,
+                f"mov.b32 b, {excess};",
+                *(f"add.rn.f16x2 {w}, {w}, b;" for w in words),
+                *(f"{last.replace('w', w)};" for w in words),
+                *(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {w};" for i, w in enumerate(words)),
+                "}",
+            ]
+        )
+    )
+
+
+_PLACES = ("0x4140", "0x4342") * 2
+_SCALE = "cvt.rn.f16x2.f32 s, $10, $10;"
+_OF_BYTES = _halves("", "$8", "$9", _SCALE, "0xE480E480", "mul.rn.f16x2 w, w, s")
+_LESS_MINIMUM = _halves(
+    "", "$8", "$9", _SCALE + "cvt.rn.f16x2.f32 m, $11, $11; neg.f16x2 m, m;", "0xE400E400", "fma.rn.f16x2 w, w, s, m"
+)
+_OF_IQ2 = _halves(
+    "shf.l.wrap.b32 t, $9, $9, $10; lop3.b32 t, t, 0x44444444, $8, 0xEA;"
+    "prmt.b32 l, $14, $15, t; shr.b32 t, t, 16; prmt.b32 h, $14, $15, t;",
+    "l",
+    "h",
+    "shf.l.wrap.b32 t, $11, $11, $12; lop3.b32 t, t, 0x1E, 1, 0xEA;"
+    "cvt.rn.f32.u32 f, t; mul.rn.f32 f, f, $13; cvt.rn.f16x2.f32 s, f, f;",
+    "0xE480E480",
+    "mul.rn.f16x2 w, w, s",
+)
+_BITS = tl.constexpr((tl.int16,) * 8)
+
+
 @triton.jit
 def halves_of_bytes(low, high, scale, least, MINIMUM: tl.constexpr):
     """Bytes * scale (- least) in float16: eight tensors of bits. Bytes are unsigned with MINIMUM, else 128 too large.
 
-    A byte b becomes 1024 + b by what stands beside it, from which 1024 or 1152 is taken: exact. Scale and minimum are
-    rounded to float16, and so is the result.
+    Scale and minimum are rounded to float16, and so is the result.
     """
     if MINIMUM:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, m, b, w0, w1, w2, w3;
-            prmt.b32 w0, $8, 0x64646464, 0x4140;
-            prmt.b32 w1, $8, 0x64646464, 0x4342;
-            prmt.b32 w2, $9, 0x64646464, 0x4140;
-            prmt.b32 w3, $9, 0x64646464, 0x4342;
-            cvt.rn.f16x2.f32 s, $10, $10;
-            cvt.rn.f16x2.f32 m, $11, $11;
-            neg.f16x2 m, m;
-            mov.b32 b, 0xE400E400;
-            add.rn.f16x2 w0, w0, b;
-            add.rn.f16x2 w1, w1, b;
-            add.rn.f16x2 w2, w2, b;
-            add.rn.f16x2 w3, w3, b;
-            fma.rn.f16x2 w0, w0, s, m;
-            fma.rn.f16x2 w1, w1, s, m;
-            fma.rn.f16x2 w2, w2, s, m;
-            fma.rn.f16x2 w3, w3, s, m;
-            mov.b32 {$0, $1}, w0;
-            mov.b32 {$2, $3}, w1;
-            mov.b32 {$4, $5}, w2;
-            mov.b32 {$6, $7}, w3;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f,f",
-            [low, high, scale, least],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True,
-            pack=1,
+            _LESS_MINIMUM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f,f", [low, high, scale, least], _BITS, is_pure=True, pack=1
         )
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, b, w0, w1, w2, w3;
-            prmt.b32 w0, $8, 0x64646464, 0x4140;
-            prmt.b32 w1, $8, 0x64646464, 0x4342;
-            prmt.b32 w2, $9, 0x64646464, 0x4140;
-            prmt.b32 w3, $9, 0x64646464, 0x4342;
-            cvt.rn.f16x2.f32 s, $10, $10;
-            mov.b32 b, 0xE480E480;
-            add.rn.f16x2 w0, w0, b;
-            add.rn.f16x2 w1, w1, b;
-            add.rn.f16x2 w2, w2, b;
-            add.rn.f16x2 w3, w3, b;
-            mul.rn.f16x2 w0, w0, s;
-            mul.rn.f16x2 w1, w1, s;
-            mul.rn.f16x2 w2, w2, s;
-            mul.rn.f16x2 w3, w3, s;
-            mov.b32 {$0, $1}, w0;
-            mov.b32 {$2, $3}, w1;
-            mov.b32 {$4, $5}, w2;
-            mov.b32 {$6, $7}, w3;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f",
-            [low, high, scale],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True,
-            pack=1,
+            _OF_BYTES, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f", [low, high, scale], _BITS, is_pure=True, pack=1
         )
 
 
@@ -175,40 +173,10 @@ def iq2_halves(magnitudes, signs, sign_turn, scales, scale_turn, d, lut):
     The rotations bring the signs of the chunk to bit 2 of each nibble, and twice the group's scale to bits 1 to 4.
     """
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, l, h, s, b, w0, w1, w2, w3;
-        .reg .f32 f;
-        shf.l.wrap.b32 t, $9, $9, $10;
-        lop3.b32 t, t, 0x44444444, $8, 0xEA;
-        prmt.b32 l, $14, $15, t;
-        shr.b32 t, t, 16;
-        prmt.b32 h, $14, $15, t;
-        prmt.b32 w0, l, 0x64646464, 0x4140;
-        prmt.b32 w1, l, 0x64646464, 0x4342;
-        prmt.b32 w2, h, 0x64646464, 0x4140;
-        prmt.b32 w3, h, 0x64646464, 0x4342;
-        shf.l.wrap.b32 t, $11, $11, $12;
-        lop3.b32 t, t, 0x1E, 1, 0xEA;
-        cvt.rn.f32.u32 f, t;
-        mul.rn.f32 f, f, $13;
-        cvt.rn.f16x2.f32 s, f, f;
-        mov.b32 b, 0xE480E480;
-        add.rn.f16x2 w0, w0, b;
-        add.rn.f16x2 w1, w1, b;
-        add.rn.f16x2 w2, w2, b;
-        add.rn.f16x2 w3, w3, b;
-        mul.rn.f16x2 w0, w0, s;
-        mul.rn.f16x2 w1, w1, s;
-        mul.rn.f16x2 w2, w2, s;
-        mul.rn.f16x2 w3, w3, s;
-        mov.b32 {$0, $1}, w0;
-        mov.b32 {$2, $3}, w1;
-        mov.b32 {$4, $5}, w2;
-        mov.b32 {$6, $7}, w3;
-        }""",
+        _OF_IQ2,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,f,r,r",
         [magnitudes, signs, sign_turn, scales, scale_turn, d, lut[0], lut[1]],
-        dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+        _BITS,
         is_pure=True,
         pack=1,
     )
