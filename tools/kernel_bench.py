@@ -23,6 +23,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+import triton
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
@@ -66,6 +69,8 @@ def main() -> int:
     if options.list:
         print("\n".join(cases))
         return 0
+    if not (options.compile or torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        raise SystemExit("kernel_bench: there is no CUDA device; --compile compiles without one")
     bench = Bench(
         shape=options.shape,
         rows=[int(n) for n in options.rows.split(",")],

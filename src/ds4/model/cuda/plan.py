@@ -234,7 +234,7 @@ def fit(
 
 
 def steps_of(chunk: int | None, quality: bool) -> list[tuple[int, int]]:
-    """Chunks and experts at once that are tried, in this order; float32 takes twice as much."""
+    """Chunks, and experts that `quality` decodes at once, that are tried, in this order; float32 takes much more."""
     steps = [(4096, 64), (2048, 32), (1024, 16), (512, 8)][1 if quality else 0 :]
     return steps if chunk is None else [(chunk, experts) for _, experts in steps]
 

@@ -283,9 +283,16 @@ def _constants(planes: Planes, groups: Groups, rows: int, columns: int, tensor: 
         "ASM": use_asm(tensor),
         "num_warps": 8 if rows >= 128 else max(1, rows // 16),
     }
-    if found["ASM"] and torch.cuda.get_device_capability(tensor.device)[0] == 9:
+    if _on_hopper(tensor):
         found["maxnreg"] = 128  # two programs on a multiprocessor: one decodes while the other multiplies
     return found
+
+
+def _on_hopper(tensor: Tensor) -> bool:
+    """Whether a kernel is compiled for compute capability 9; without a device, it can be for nothing else."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_capability(tensor.device)[0] == 9
+    return not triton.knobs.runtime.interpret
 
 
 def _check(planes: Planes, groups: Groups, x: Tensor, scale: float) -> None:

@@ -27,7 +27,7 @@ from ds4.ops.kernels.grouping import Groups
 from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes, Q8Planes
 
-# --- planes -> 16 bits ------------------------------------------------------------------------------------------------
+# --- planes -> matrices -----------------------------------------------------------------------------------------------
 # A lane makes eight neighbouring weights.
 
 
