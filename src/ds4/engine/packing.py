@@ -68,7 +68,7 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, key: SectionKey, data: bytes | memoryview) -> Part:
         """A section whose bytes are there."""
-        return cls(key, len(data), lambda: (memoryview(part) for part in (data,)))
+        return cls(key, len(data), partial(_once, data))
 
 
 class Segment(NamedTuple):
@@ -77,6 +77,10 @@ class Segment(NamedTuple):
     start: int
     length: int
     sizes: Mapping[SectionKey, int]
+
+
+def _once(data: bytes | memoryview) -> Generator[memoryview, None, None]:
+    yield memoryview(data)
 
 
 Buffers = Generator[memoryview, None, None]

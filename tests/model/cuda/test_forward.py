@@ -145,6 +145,12 @@ def test_the_first_token(weights: DeviceWeights, reference: ModelRunner) -> None
     assert step([Pair(reference, CudaRunner(weights, CONFIG))], [[IDS[0]]], ["last"]).max() < ALONE
 
 
+def test_the_first_tokens_of_a_long_piece(weights: DeviceWeights, reference: ModelRunner) -> None:
+    """With the experts' own kernels, in the interpreter too."""
+    long = step([Pair(reference, CudaRunner(weights, CONFIG))], [IDS[:12]], ["all"])
+    assert long.median() < (3e-2 if ON_GPU else 1.5e-2)
+
+
 def test_prefill_decode_fork_and_batch(weights: DeviceWeights, reference: ModelRunner) -> None:
     """With the same input each product of decode is exact; where inputs differ in the last digits, some codes of bytes
     and FP8 fall on the other side, and random weights make more of it from layer to layer.

@@ -10,9 +10,10 @@ import torch
 
 from ds4.engine import Engine, EngineConfig
 from ds4.gguf.shape import Shape
-from ds4.model.cuda.runner import CudaRunner, RunnerConfig
+from ds4.model.cuda.runner import CudaRunner, RunnerConfig, piece_lengths
 from ds4.model.cuda.weights import DeviceWeights, TensorBytes
 from ds4.ops.kernels import indexer
+from ds4.ops.kernels.experts_fused import tile_rows
 from tests.helpers import random_tensors
 
 ON_GPU = torch.cuda.is_available()
@@ -81,6 +82,20 @@ def test_requests_compile_nothing(weights: DeviceWeights, launched: set[Any], qu
     for count in (1, 2, 3, 4, 5):
         runner.evaluate([(state, [1]) for state in states[:count]], ["last"] * count, None, None)
     assert sorted({name[:2] for name in launched - ready}) == []
+
+
+@pytest.mark.parametrize(("experts", "used"), [(256, 6), (384, 6), (17, 6), (11, 4), (4, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("chunk", "short", "context"), [(4096, 64, 10**6), (2048, 8, 10**6), (512, 64, 300), (70, 64, 99)]
+)
+def test_pieces_of_every_tile_are_compiled(experts: int, used: int, chunk: int, short: int, context: int) -> None:
+    shape = replace(SHAPE, experts=experts, experts_used=used, context=context)
+    lengths = piece_lengths(shape, replace(CONFIG, chunk=chunk, short=short))
+    possible = range(short + 1, min(chunk, context) + 1)
+    assert {tile_rows(length * used, experts) for length in possible} == {
+        tile_rows(length * used, experts) for length in lengths
+    }
+    assert lengths <= set(possible)
 
 
 def test_the_first_session_is_what_it_would_have_been(weights: DeviceWeights, request: pytest.FixtureRequest) -> None:

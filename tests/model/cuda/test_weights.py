@@ -14,6 +14,7 @@ from ds4.errors import Ds4Error
 from ds4.gguf import blocks
 from ds4.gguf.file import embedded_model_path, open_model
 from ds4.gguf.shape import TINY
+from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.support import check_shape
 from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert, copy_parts
 from ds4.ops.kernels.planes import Planes, unpack
@@ -111,7 +112,7 @@ def test_refusals() -> None:
 def test_experts_that_are_no_numbers_are_refused(device: str) -> None:
     weights = DeviceWeights.load(FileBytes(open_model(embedded_model_path())), device)
     assert all(scales.h == 512 for scales in weights.expert_scales())
-    layer = weights.layers[1]
+    layer, config = weights.layers[1], RunnerConfig(context=256, slots=1)
     norm = layer.hc_ffn.norm.clone()
     norm[3] = float("nan")
     changes = {
@@ -123,6 +124,9 @@ def test_experts_that_are_no_numbers_are_refused(device: str) -> None:
         broken = replace(weights, layers=(weights.layers[0], changed, *weights.layers[2:]))
         with pytest.raises(Ds4Error, match=rf"blk\.1\.{name}: a value is no number"):
             broken.expert_scales()
+        with pytest.raises(Ds4Error, match="a value is no number"):
+            CudaRunner(broken, config)
+    CudaRunner(broken, replace(config, quality=True))  # in float32, where it is the numbers' own business
 
 
 def without_scales(planes: Any) -> Any:

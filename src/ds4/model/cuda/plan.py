@@ -408,8 +408,6 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     pairs = t * s.experts_used
     experts = pairs * (half * s.expert_hidden + 4 * s.hidden + 16)
     experts += t * (3 * half * s.expert_hidden + (4 + half) * s.hidden + 4 * s.experts)
-    at_once = min(options.experts_at_once, s.experts)
-    decoded = 4 * at_once * 2 * s.expert_hidden * s.hidden
     kind = "float32" if options.quality else "bf16"
     part = "scratch of prefill"
     items = [
@@ -418,6 +416,8 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
         Item(part, f"a dense matrix in {kind}", half * dense),
     ]
     if options.quality:
+        at_once = min(options.experts_at_once, s.experts)
+        decoded = 4 * at_once * 2 * s.expert_hidden * s.hidden
         items.append(Item(part, "experts in float32", decoded, f"gate and up of {at_once} experts at once"))
     return items
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds4 import ops
 from ds4.errors import Ds4Error
+from ds4.gguf.shape import Shape
 from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
 from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
@@ -60,6 +61,25 @@ class RunnerConfig:
     graphs: bool | None = None
     limits: Mapping[int, int] | None = None
     quality: bool = False
+
+
+def piece_lengths(shape: Shape, config: RunnerConfig) -> set[int]:
+    """Lengths of long pieces that between them need every kernel."""
+    most = min(config.chunk, shape.context)
+    lengths = {length for length in (*_LENGTHS, config.chunk) if length <= most}
+    if config.quality:
+        return lengths
+    lengths = {length for length in lengths if length > config.short}
+
+    def tile(length: int) -> int:
+        return tile_rows(length * shape.experts_used, shape.experts)
+
+    tiles = {tile(length) for length in lengths}
+    for least in tile_lengths(shape.experts_used, shape.experts):
+        length = max(least, config.short + 1)
+        if length <= most and tile(length) not in tiles:
+            lengths.add(length)
+    return lengths
 
 
 class CudaRunner:
@@ -298,15 +318,7 @@ class CudaRunner:
             work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
         work += self._tokens.warm_up()
-        lengths = {length for length in (*_LENGTHS, c.chunk) if length <= min(c.chunk, context)}
-        s = self.shape
-        if not c.quality:
-            lengths = {length for length in lengths if length > c.short}
-            tiles = {tile_rows(length * s.experts_used, s.experts) for length in lengths}
-            for least in tile_lengths(s.experts_used, s.experts):
-                length = max(least, c.short + 1)
-                if length <= min(c.chunk, context) and tile_rows(length * s.experts_used, s.experts) not in tiles:
-                    lengths.add(length)
+        lengths, s = piece_lengths(self.shape, c), self.shape
         chosen_from = (s.index_top_k + 1) * s.sparse_ratio if s.sparse_ratio in s.ratios else 0
         # The longest first, so that the scratch of the others is cut out of what it leaves.
         for length in sorted(lengths, reverse=True):

@@ -39,8 +39,7 @@ from ds4.ops.kernels.expert_tiles import (
     plain_weights,
 )
 from ds4.ops.kernels.experts import FORMATS, pointers
-from ds4.ops.kernels.experts_prefill import tile_of
-from ds4.ops.kernels.grouping import Groups
+from ds4.ops.kernels.grouping import Groups, expert_tile
 from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes
 
@@ -143,7 +142,7 @@ def _gate_up_kernel(
     FORMAT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = tile_of(order, offsets, tiles, 0, E, E, EP, BM)
+    expert, place, live, pair = expert_tile(order, offsets, tiles, 0, E, E, EP, BM)
     if expert < 0:
         return
     W: tl.constexpr = BN // 8
@@ -171,7 +170,7 @@ def _down_kernel(
     FORMAT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = tile_of(order, offsets, tiles, 0, E, E, EP, BM)
+    expert, place, live, pair = expert_tile(order, offsets, tiles, 0, E, E, EP, BM)
     if expert < 0:
         return
     W: tl.constexpr = BN // 16

@@ -23,7 +23,7 @@ from ds4.ops.kernels.expert_chunks import chunk_bytes, load_chunk
 from ds4.ops.kernels.expert_formats import load_table
 from ds4.ops.kernels.expert_programs import advance
 from ds4.ops.kernels.experts import pointers
-from ds4.ops.kernels.grouping import Groups
+from ds4.ops.kernels.grouping import Groups, expert_tile
 from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes, Q8Planes
 
@@ -72,27 +72,12 @@ def _dequantise_kernel(
 
 
 @triton.jit
-def tile_of(order, offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-    """Expert (-1: none), places in `order`, which of them exist and their pairs, for this program's tile."""
-    tile = tl.program_id(1) + tl.load(tiles + first)
-    e = tl.arange(0, EP)
-    behind = tl.load(tiles + 1 + e, mask=e < E, other=2147483647)
-    expert = tl.sum((behind <= tile).to(tl.int32), 0)
-    expert = tl.where(tile < tl.load(tiles + first + count), expert, -1)
-    safe = tl.maximum(expert, 0)
-    place = tl.load(offsets + safe) + (tile - tl.load(tiles + safe)) * BM + tl.arange(0, BM)
-    live = place < tl.load(offsets + safe + 1)
-    pair = tl.load(order + place, mask=live & (expert >= 0), other=0)
-    return expert, place, live, pair
-
-
-@triton.jit
 def _gate_up_kernel(
     x, x_stride, order, offsets, tiles, gate, up, out, clamp, first, count,
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = tile_of(order, offsets, tiles, first, count, E, EP, BM)
+    expert, place, live, pair = expert_tile(order, offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32
@@ -118,7 +103,7 @@ def _down_kernel(
     E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = tile_of(order, offsets, tiles, first, count, E, EP, BM)
+    expert, place, live, pair = expert_tile(order, offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32

@@ -172,3 +172,19 @@ def group(chosen: Tensor, groups: Groups) -> None:
     _scatter_kernel[(blocks,)](
         chosen, groups.scratch, groups.offsets, groups.order, pairs, BLOCK=_BLOCK, AT_ONCE=32, E=experts, num_warps=4
     )
+
+
+@triton.jit
+def expert_tile(order, offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """Of this program's tile of experts first .. first + count - 1: the expert (-1: none), places in `order`, which of
+    them exist, and their pairs."""
+    tile = tl.program_id(1) + tl.load(tiles + first)
+    e = tl.arange(0, EP)
+    behind = tl.load(tiles + 1 + e, mask=e < E, other=2147483647)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    expert = tl.where(tile < tl.load(tiles + first + count), expert, -1)
+    safe = tl.maximum(expert, 0)
+    place = tl.load(offsets + safe) + (tile - tl.load(tiles + safe)) * BM + tl.arange(0, BM)
+    live = place < tl.load(offsets + safe + 1)
+    pair = tl.load(order + place, mask=live & (expert >= 0), other=0)
+    return expert, place, live, pair
