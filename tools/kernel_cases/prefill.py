@@ -178,7 +178,7 @@ def _fused_gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterat
                     placed, chosen, groups, gate, up, scales, s.swiglu_clamp, out
                 )
             ]
-            yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)
+            yield Case(f"{tokens} tokens", runs, nbytes, check, 2e-3, [out], flops)
 
     return make
 
@@ -211,7 +211,7 @@ def _fused_down(type: T) -> Callable[[Bench], Iterator[Case]]:
                     placed, chosen, groups, planes, scales, weights, out
                 )
             ]
-            yield Case(f"{tokens} tokens, tiles of {groups.tile_rows}", runs, nbytes, check, 2e-3, [out], flops)
+            yield Case(f"{tokens} tokens", runs, nbytes, check, 2e-3, [out], flops)
 
     return make
 

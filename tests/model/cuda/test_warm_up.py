@@ -10,10 +10,9 @@ import torch
 
 from ds4.engine import Engine, EngineConfig
 from ds4.gguf.shape import Shape
-from ds4.model.cuda.runner import CudaRunner, RunnerConfig, piece_lengths
+from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.weights import DeviceWeights, TensorBytes
 from ds4.ops.kernels import indexer
-from ds4.ops.kernels.experts_fused import tile_rows
 from tests.helpers import random_tensors
 
 ON_GPU = torch.cuda.is_available()
@@ -21,7 +20,7 @@ SHAPE = Shape(
     name="custom",
     layers=3, hidden=1024, heads=2, head_dim=128, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=64,
     window=16, ratios=(0, 4, 16), index_heads=2, index_dim=128, index_top_k=64,
-    experts=4, experts_used=2, expert_hidden=128, route_scale=1.5, hash_layers=1, vocab=64, context=150_000,
+    experts=13, experts_used=6, expert_hidden=128, route_scale=1.5, hash_layers=1, vocab=64, context=150_000,
 )  # fmt: skip
 CONFIG = RunnerConfig(slots=5, chunk=4096, experts_at_once=3)
 
@@ -82,20 +81,6 @@ def test_requests_compile_nothing(weights: DeviceWeights, launched: set[Any], qu
     for count in (1, 2, 3, 4, 5):
         runner.evaluate([(state, [1]) for state in states[:count]], ["last"] * count, None, None)
     assert sorted({name[:2] for name in launched - ready}) == []
-
-
-@pytest.mark.parametrize(("experts", "used"), [(256, 6), (384, 6), (17, 6), (11, 4), (4, 3), (4, 2), (3, 1)])
-@pytest.mark.parametrize(
-    ("chunk", "short", "context"), [(4096, 64, 10**6), (2048, 8, 10**6), (512, 64, 300), (70, 64, 99)]
-)
-def test_pieces_of_every_tile_are_compiled(experts: int, used: int, chunk: int, short: int, context: int) -> None:
-    shape = replace(SHAPE, experts=experts, experts_used=used, context=context)
-    lengths = piece_lengths(shape, replace(CONFIG, chunk=chunk, short=short))
-    possible = range(short + 1, min(chunk, context) + 1)
-    assert {tile_rows(length * used, experts) for length in possible} == {
-        tile_rows(length * used, experts) for length in lengths
-    }
-    assert lengths <= set(possible)
 
 
 def test_the_first_session_is_what_it_would_have_been(weights: DeviceWeights, request: pytest.FixtureRequest) -> None:

@@ -22,7 +22,6 @@ from ds4.ops.kernels.experts_fused import (
     largest_weight,
     natural,
     scales_of,
-    tile_lengths,
     tile_rows,
 )
 from ds4.ops.kernels.experts_prefill import sum_pairs
@@ -31,24 +30,29 @@ from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, run_twice
 from tests.ops.kernels.test_experts import FORMS, ids, make
 
 DTYPE = torch.float16 if ON_GPU else torch.float32
-# hidden, expert_hidden, experts, top, tokens, rows of a tile; without a GPU rows of few units, in tiles of both depths.
-CASES = [(256, 256, 5, 2, 11, 16), (512, 256, 3, 2, 5, 128)]
+# hidden, expert_hidden, rows of a tile, pairs of each expert: the parts of a tile that are multiplied alone, and one
+# more; and none.
+COUNTS = (16, 17, 32, 33, 64, 65, 128, 129, 1, 0)
+CASES = [(256, 256, 128, COUNTS), (512, 256, 64, (33, 0, 65, 5))]
 if ON_GPU:
     CASES = [
-        (4096, 2048, 24, 6, 600, 128),
-        (4096, 2048, 64, 6, 300, 64),
-        (7168, 3072, 12, 6, 70, 32),
-        (1024, 256, 5, 2, 11, 16),
+        (4096, 2048, 128, COUNTS),
+        (4096, 2048, 64, COUNTS),
+        (4096, 2048, 128, (700, 150, 0, 90, 600)),
+        (7168, 3072, 128, COUNTS),
+        (7168, 3072, 64, (20, 70, 0, 3)),
+        (1024, 256, 64, (3, 0, 9)),
     ]
 
 
-def choices(tokens: int, top: int, experts: int, device: str) -> torch.Tensor:
-    """Most tokens like the first experts, nobody the last one, and one token is padding."""
-    generator = torch.Generator().manual_seed(tokens)
-    chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top].to(torch.int32)
-    chosen = torch.where(chosen == experts - 1, 0, chosen)
-    chosen[tokens // 2] = -1
-    return chosen.contiguous().to(device)
+def choices(counts: tuple[int, ...], top: int, device: str) -> torch.Tensor:
+    """So many pairs for each expert, in any order; places that are left have none."""
+    pairs = torch.cat([torch.full((n,), e, dtype=torch.int32) for e, n in enumerate(counts)])
+    tokens = -(-len(pairs) // top) + 1
+    chosen = torch.full((tokens * top,), -1, dtype=torch.int32)
+    places = torch.randperm(tokens * top, generator=torch.Generator().manual_seed(tokens))[: len(pairs)]
+    chosen[places] = pairs
+    return chosen.view(tokens, top).to(device)
 
 
 def test_channels_come_back(device):
@@ -64,9 +68,10 @@ def test_channels_come_back(device):
 @pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case, type, layout, device):
-    hidden, inner, experts, top, tokens, tile = case
-    chosen = choices(tokens, top, experts, device)
-    groups = Groups.allocate(tokens * top, experts, device, tile_rows=tile)
+    hidden, inner, tile, counts = case
+    experts, chosen = len(counts), choices(counts, 2, device)
+    tokens, top = chosen.shape
+    groups = Groups.allocate(tokens * top, experts, device, tile)
     group(chosen, groups)
     gate, gate_weight = make(type, layout, inner, hidden, experts, 1, device)
     up, up_weight = make(type, layout, inner, hidden, experts, 2, device)
@@ -99,9 +104,8 @@ def test_products(case, type, layout, device):
     assert error(hidden_of, expected) < bar
     products *= weights.double().flatten()[order].unsqueeze(1)
     assert error(parts.view(-1, hidden)[order], products) < bar
-    real = (chosen[:, 0] >= 0).nonzero().flatten()
     total = torch.zeros(tokens, hidden, dtype=torch.float64, device=device).index_add(0, order // top, products)
-    assert error(y[real], total[real]) < bar
+    assert error(y, total) < bar
 
 
 @pytest.mark.parametrize("size", [2.0**6, 2.0**19])
@@ -112,7 +116,7 @@ def test_weights_of_any_size_keep_their_bits(type, layout, size, device):
     planes, weight = make(type, layout, n, k, experts, 1, device)
     scaled = scale_planes(planes, size)
     chosen = torch.tensor([[0], [1], [0]], dtype=torch.int32, device=device)
-    groups = Groups.allocate(3, experts, device, tile_rows=16)
+    groups = Groups.allocate(3, experts, device)
     group(chosen, groups)
     h = randn(3, k, seed=2, device=device).to(DTYPE)
     found = []
@@ -153,7 +157,7 @@ def test_no_weights_give_zeros(device):
     planes, _ = make(T.MXFP4, "b", 32, 256, 2, 1, device)
     assert isinstance(planes, P.Mxfp4Planes)
     chosen = torch.tensor([[0], [1], [0]], dtype=torch.int32, device=device)
-    groups = Groups.allocate(3, 2, device, tile_rows=16)
+    groups = Groups.allocate(3, 2, device)
     group(chosen, groups)
     for exponent in (0, 1, 2):
         small = replace(planes, scale=torch.full_like(planes.scale, exponent * 0x01010101))
@@ -168,7 +172,7 @@ def test_what_float16_does_not_hold_becomes_its_largest(device):
     """Without a clamp; float32, in the interpreter, holds it."""
     planes, weight = make(T.Q2_K, "b", 32, 256, 1, 1, device)
     chosen = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    groups = Groups.allocate(1, 1, device, tile_rows=16)
+    groups = Groups.allocate(1, 1, device)
     group(chosen, groups)
     (scales,) = scales_of([(planes, planes, planes)], [torch.ones(256, device=device)], 1e6)
     x = (200 * weight[0][:1].sign()).to(DTYPE)
@@ -181,13 +185,8 @@ def test_what_float16_does_not_hold_becomes_its_largest(device):
     assert error(natural(out), expected) < 2e-3
 
 
-def test_sizes_of_tiles():
-    assert [tile_rows(tokens * 6, 256) for tokens in (65, 1024, 1025, 2048, 2219, 4096)] == [32, 32, 64, 64, 128, 128]
-    assert tile_lengths(6, 256) == [1, 1025, 2219]
-    for top, experts in ((6, 17), (4, 11), (3, 4), (6, 384), (1, 1)):
-        lengths = tile_lengths(top, experts)
-        assert [tile_rows(length * top, experts) for length in lengths] == [32, 64, 128]
-        assert [tile_rows((length - 1) * top, experts) for length in lengths[1:]] == [32, 64]
+def test_few_pairs_take_small_tiles():
+    assert [tile_rows(tokens * 6, 256) for tokens in (65, 1365, 1366, 8192)] == [64, 64, 128, 128]
 
 
 def test_refusals(device):
@@ -206,6 +205,8 @@ def test_refusals(device):
     other, _ = make(T.Q2_K, "b", 16, 256, 4, 2, device)
     with pytest.raises(ValueError, match="up is q2_k 16 x 256"):
         gate_up_fused(x, chosen, groups, planes, other, Scales(), 10.0, out)
+    with pytest.raises(ValueError, match="tiles of 64 or 128 pairs, got 32"):
+        gate_up_fused(x, chosen, Groups.allocate(4, 4, device, 32), planes, planes, Scales(), 10.0, out)
     with pytest.raises(ValueError, match="expected 5 experts"):
         gate_up_fused(x, chosen, Groups.allocate(4, 5, device), planes, planes, Scales(), 10.0, out)
     with pytest.raises(ValueError, match=r"expected \[2, 2\] x 32"):
@@ -227,12 +228,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ds4.ops.kernels.experts_fused import _down_kernel, _gate_up_kernel
 TYPES = {"iq2_xxs_b": ["*i32", "*i32", "*i32", "*fp16"]}
-for kernel, format, rows, depth in (
-    (_gate_up_kernel, "iq2_xxs_b", 128, 64), (_gate_up_kernel, "iq2_xxs_b", 64, 128), (_down_kernel, "q2_k", 128, 64),
-    (_down_kernel, "q4_k", 64, 128), (_gate_up_kernel, "mxfp4", 128, 64),
+for kernel, format, rows in (
+    (_gate_up_kernel, "iq2_xxs_b", 128), (_gate_up_kernel, "iq2_xxs_b", 64), (_gate_up_kernel, "mxfp4", 128),
+    (_down_kernel, "q2_k", 128), (_down_kernel, "q4_k", 64),
 ):
     gate = kernel is _gate_up_kernel
-    constants = dict(FORMAT=format, E=256, EP=256, BM=rows, BN=64 if gate else 128, BK=depth, STAGES=3, ASM=True)
+    constants = dict(FORMAT=format, E=256, EP=256, BM=rows, BN=64 if gate else 128, STAGES=2 if gate else 3, ASM=True)
     constants |= dict(TOP=6, F=2048, K=4096) if gate else dict(N=4096, K=2048)
     signature = {name: "*i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     plain = dict(x="*fp16", h="*fp16", x_stride="i32", weights="*fp32", out_stride="i32")
@@ -247,12 +248,13 @@ for kernel, format, rows, depth in (
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=128))
     ptx = compiled.asm["ptx"]
-    turn = next(
+    turns = [
         ptx[label.end() : end]
         for label in re.finditer(r"^(\\$L__BB\\w+):", ptx, re.M)
         if (end := ptx.find("bra \\t" + label[1] + ";", label.end())) > 0 and "wgmma.mma" in ptx[label.end() : end]
-    )
-    print(format, turn.count("bar.sync"), compiled.asm["ttgir"].replace("\\n", "\\x1f"))
+    ]
+    barriers = [str(turn.count("bar.sync")) for turn in turns]
+    print(format, rows, ",".join(barriers), compiled.asm["ttgir"].replace("\\n", "\\x1f"))
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -270,6 +272,7 @@ for kernel, format, rows, depth in (
         assert all("pendings = 0" in line for line in waits)
         into_shared = [line for line in lines if "ttg.local_alloc %" in line or "ttg.local_store" in line]
         assert not [line for line in into_shared if "xf16" in line], into_shared
-        format, barriers, _ = lines[0].split(" ", 2)
+        format, rows, barriers, _ = lines[0].split(" ", 3)
         # One for the inputs that have come, one for those that are no longer read; the table takes another.
-        assert int(barriers) == (3 if format == "iq2_xxs_b" else 2)
+        each = "3" if format == "iq2_xxs_b" else "2"
+        assert barriers.split(",") == [each] * (4 if rows == "128" else 3)

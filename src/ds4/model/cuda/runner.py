@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ds4 import ops
 from ds4.errors import Ds4Error
-from ds4.gguf.shape import Shape
 from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
 from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
@@ -23,7 +22,6 @@ from ds4.model.cuda.transfer import ReceivedPages
 from ds4.model.cuda.weights import DeviceWeights, RawSource
 from ds4.model.deepseek_v4 import Taps
 from ds4.model.draw import Draw
-from ds4.ops.kernels.experts_fused import tile_lengths, tile_rows
 from ds4.ops.kernels.planes import Iq2Layout
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ Wanted = Literal["last", "all", "none", "keep"]
 EnergyTap = Callable[[int, ops.ExpertEnergy], None]
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 1024, 2048, 4096, 8192)
-"""Lengths of pieces, one for each way in which some kernel is cut by it; the chunk comes to them."""
+"""Lengths of pieces, one for each way in which some kernel is cut by it; the least and the chunk come to them."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,6 @@ class RunnerConfig:
     graphs: bool | None = None
     limits: Mapping[int, int] | None = None
     quality: bool = False
-
-
-def piece_lengths(shape: Shape, config: RunnerConfig) -> set[int]:
-    """Lengths of long pieces that between them need every kernel."""
-    most = min(config.chunk, shape.context)
-    lengths = {length for length in (*_LENGTHS, config.chunk) if length <= most}
-    if config.quality:
-        return lengths
-    lengths = {length for length in lengths if length > config.short}
-
-    def tile(length: int) -> int:
-        return tile_rows(length * shape.experts_used, shape.experts)
-
-    tiles = {tile(length) for length in lengths}
-    for least in tile_lengths(shape.experts_used, shape.experts):
-        length = max(least, config.short + 1)
-        if length <= most and tile(length) not in tiles:
-            lengths.add(length)
-    return lengths
 
 
 class CudaRunner:
@@ -318,7 +297,8 @@ class CudaRunner:
             work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
         work += self._tokens.warm_up()
-        lengths, s = piece_lengths(self.shape, c), self.shape
+        s, least, most = self.shape, 1 if c.quality else c.short + 1, min(c.chunk, context)
+        lengths = {length for length in (least, *_LENGTHS, most) if least <= length <= most}
         chosen_from = (s.index_top_k + 1) * s.sparse_ratio if s.sparse_ratio in s.ratios else 0
         # The longest first, so that the scratch of the others is cut out of what it leaves.
         for length in sorted(lengths, reverse=True):

@@ -39,15 +39,24 @@ from ds4.ops.kernels.expert_tiles import (
     plain_weights,
 )
 from ds4.ops.kernels.experts import FORMATS, pointers
-from ds4.ops.kernels.grouping import Groups, expert_tile
+from ds4.ops.kernels.grouping import Groups, expert_tile, tile_pairs
 from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes
 
-_TILES = ((24, 32), (52, 64))
-"""Pairs of an expert on average up to which a tile has so many rows; beyond that 128."""
+TILES = (64, 128)
+"""Most pairs of a program, which multiplies a half, a quarter, down to 16 as many columns if it finds no more pairs."""
+
+_FEW_PAIRS = 32
+"""Pairs of an expert on average up to which tiles are the small ones."""
 
 _LARGEST_WEIGHT, _LARGEST = 2048.0, 65504.0
 """What weights and activations are scaled to at most: float16 still has all its bits 25 and 30 powers of two below."""
+
+
+@triton.jit
+def fragment_place(n):
+    """Where `fragments` puts channel n."""
+    return n // 32 * 32 + n % 8 // 4 * 16 + n % 4 // 2 * 8 + n % 32 // 8 * 2 + n % 2
 
 
 @triton.jit
@@ -105,17 +114,17 @@ def _biased(lut):
 
 @triton.jit
 def _product(
-    FORMAT: tl.constexpr, p, x_at, table, gain,
+    FORMAT: tl.constexpr, p, x_at, live, table, gain,
     K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """gain times the products of a tile's rows with BM tokens: float32 [ROWS, BM]."""
+    """gain times the products of a tile's rows with BM tokens, 0 for those that do not live: float32 [ROWS, BM]."""
     U: tl.constexpr = K // 128
     lut = _biased(load_table(FORMAT, table))
     grid = tl.load(table + tl.arange(0, 256)) if FORMAT == "iq2_xxs_b" else table
     sums = tl.zeros([ROWS, BM], tl.float32)
     ahead = _load(FORMAT, p, 0, U, BK)
     for start in tl.range(0, K, BK, num_stages=STAGES):
-        a = tl.trans(tl.load(x_at + start))
+        a = tl.trans(tl.load(x_at + start, mask=live[:, None], other=0.0))
         words = ahead
         # The next words are on their way while these are at work; the last turn loads its own again.
         ahead = _load(FORMAT, p, tl.multiple_of(tl.minimum(start + BK, K - BK), BK), U, BK)
@@ -137,12 +146,33 @@ def _either(first, x, y):
 
 
 @triton.jit
+def _gate_up_pairs(
+    x, x_stride, order, begin, pairs, p, table, gain, back, clamp, scale, row0, out,
+    FORMAT: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Up to BM pairs of one expert."""
+    BK: tl.constexpr = 64 if BM > 64 else 128
+    place, live, pair = tile_pairs(order, begin, pairs, BM)
+    x_at = x + (pair // TOP)[:, None] * x_stride + tl.arange(0, BK)[None, :]
+    sums = _product(FORMAT, p, x_at, live, table, gain, K, 2 * BN, BM, BK, STAGES, ASM)
+    g, v = tl.split(tl.permute(tl.reshape(sums, [BN // 8, 2, 8, BM]), 0, 2, 3, 1))
+    g = tl.minimum(g * back, clamp)
+    h = g / (1.0 + tl.exp(-g)) * tl.minimum(tl.maximum(v * back, -clamp), clamp) * scale
+    if out.dtype.element_ty == tl.float16:
+        h = tl.minimum(tl.maximum(h, -65504.0), 65504.0)
+    h = tl.trans(tl.reshape(h, [BN, BM])).to(out.dtype.element_ty)
+    n = fragment_place(row0 + tl.arange(0, BN))
+    tl.store(out + place[:, None] * F + n[None, :], h, mask=live[:, None])
+
+
+@triton.jit
 def _gate_up_kernel(
     x, x_stride, order, offsets, tiles, g0, g1, g2, g3, u0, u1, u2, u3, table, gain, back, clamp, scale, out,
     FORMAT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = expert_tile(order, offsets, tiles, 0, E, E, EP, BM)
+    expert, begin, pairs = expert_tile(offsets, tiles, 0, E, E, EP, BM)
     if expert < 0:
         return
     W: tl.constexpr = BN // 8
@@ -151,26 +181,38 @@ def _gate_up_kernel(
     first = in_tile(axis(2, PAIR) == 0, W, 1)
     gate = advance(FORMAT, g0, g1, g2, g3, row, K // 128)
     p = _either(first, gate, advance(FORMAT, u0, u1, u2, u3, row, K // 128))
-    x_at = x + (pair // TOP)[:, None] * x_stride + tl.arange(0, BK)[None, :]
-    sums = _product(FORMAT, p, x_at, table, gain, K, 2 * BN, BM, BK, STAGES, ASM)
-    g, v = tl.split(tl.permute(tl.reshape(sums, [W, 2, 8, BM]), 0, 2, 3, 1))
-    g = tl.minimum(g * back, clamp)
-    h = g / (1.0 + tl.exp(-g)) * tl.minimum(tl.maximum(v * back, -clamp), clamp) * scale
-    if out.dtype.element_ty == tl.float16:
-        h = tl.minimum(tl.maximum(h, -65504.0), 65504.0)
-    h = tl.trans(tl.reshape(h, [BN, BM])).to(out.dtype.element_ty)
-    n = row0 + tl.arange(0, BN)
-    n = n // 32 * 32 + n % 8 // 4 * 16 + n % 4 // 2 * 8 + n % 32 // 8 * 2 + n % 2  # as `fragments` numbers them
-    tl.store(out + place[:, None] * F + n[None, :], h, mask=live[:, None])
+    LAST: tl.constexpr = 3 if BM == 128 else 2
+    for i in tl.static_range(LAST + 1):
+        if (pairs <= BM >> i) & ((pairs > BM >> i + 1) | (i == LAST)):
+            _gate_up_pairs(
+                x, x_stride, order, begin, pairs, p, table, gain, back, clamp, scale, row0, out,
+                FORMAT, TOP, F, K, BM >> i, BN, STAGES, ASM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_pairs(
+    h, order, begin, pairs, p, table, gain, back, weights, row0, out, out_stride,
+    FORMAT: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Up to BM pairs of one expert."""
+    BK: tl.constexpr = 64 if BM > 64 else 128
+    place, live, pair = tile_pairs(order, begin, pairs, BM)
+    h_at = h + place[:, None] * K + tl.arange(0, BK)[None, :]
+    sums = _product(FORMAT, p, h_at, live, table, gain, K, BN, BM, BK, STAGES, ASM)
+    y = tl.trans(sums) * (tl.load(weights + pair) * back)[:, None]
+    at = pair.to(tl.int64)[:, None] * out_stride + (row0 + tl.arange(0, BN))[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def _down_kernel(
     h, order, offsets, tiles, p0, p1, p2, p3, table, gain, back, weights, out, out_stride,
     FORMAT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = expert_tile(order, offsets, tiles, 0, E, E, EP, BM)
+    expert, begin, pairs = expert_tile(offsets, tiles, 0, E, E, EP, BM)
     if expert < 0:
         return
     W: tl.constexpr = BN // 16
@@ -178,24 +220,21 @@ def _down_kernel(
     row = axis(W, SIXTEENS) * 16 + axis(2, PAIR) * 8 + axis(8, EIGHT)
     row = in_tile(row, W, 1).to(tl.int64) + (expert.to(tl.int64) * N + row0)
     p = advance(FORMAT, p0, p1, p2, p3, row, K // 128)
-    h_at = h + tl.where(live, place, 0)[:, None] * K + tl.arange(0, BK)[None, :]
-    sums = _product(FORMAT, p, h_at, table, gain, K, BN, BM, BK, STAGES, ASM)
-    y = tl.trans(sums) * (tl.load(weights + pair) * back)[:, None]
-    at = pair.to(tl.int64)[:, None] * out_stride + (row0 + tl.arange(0, BN))[None, :]
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=live[:, None])
+    LAST: tl.constexpr = 3 if BM == 128 else 2
+    for i in tl.static_range(LAST + 1):
+        if (pairs <= BM >> i) & ((pairs > BM >> i + 1) | (i == LAST)):
+            _down_pairs(
+                h, order, begin, pairs, p, table, gain, back, weights, row0, out, out_stride,
+                FORMAT, K, BM >> i, BN, STAGES, ASM,
+            )  # fmt: skip
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Pairs of a tile, for `Groups`: an expert's pairs on average and what they spread by should fit into one."""
-    return next((rows for most, rows in _TILES if pairs <= most * experts), 128)
-
-
-def tile_lengths(top: int, experts: int) -> list[int]:
-    """The least numbers of tokens with each of the tiles."""
-    return [1, *(most * experts // top + 1 for most, _ in _TILES)]
+    """Pairs of a tile, for `Groups`."""
+    return TILES[0] if pairs <= _FEW_PAIRS * experts else TILES[1]
 
 
 def fragments(x: Tensor, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
@@ -277,8 +316,6 @@ def _constants(planes: Planes, groups: Groups, rows: int, columns: int, tensor: 
         "EP": triton.next_power_of_2(groups.experts),
         "BM": groups.tile_rows,
         "BN": columns,
-        "BK": 64 if groups.tile_rows > 64 else 128,
-        "STAGES": 3,
         "ASM": use_asm(tensor),
         "num_warps": 8 if rows >= 128 else max(1, rows // 16),
     }
@@ -297,6 +334,8 @@ def _on_hopper(tensor: Tensor) -> bool:
 def _check(planes: Planes, groups: Groups, x: Tensor, scale: float) -> None:
     if planes.experts != groups.experts or planes.FORMAT not in FORMATS:
         raise ValueError(f"expected {groups.experts} experts in one of {', '.join(FORMATS)}, got {planes.FORMAT}")
+    if groups.tile_rows not in TILES:
+        raise ValueError(f"expected tiles of {' or '.join(map(str, TILES))} pairs, got {groups.tile_rows}")
     known = (torch.float16,) if use_asm(x) else (torch.float16, torch.float32)
     if x.shape[1] != planes.k or x.dtype not in known or not scale > 0:
         raise ValueError(f"{planes.k} channels, a positive scale; got x {list(x.shape)} {x.dtype}, scale {scale}")
@@ -337,7 +376,7 @@ def gate_up_fused(
     _gate_up_kernel[(gate.n // columns, triton.cdiv(chosen.numel(), groups.tile_rows) + groups.experts)](
         x, x.stride(0), groups.order, groups.offsets, groups.tiles, *gate_pointers, *up_pointers, table,
         scales.gate_up, 1 / (scales.gate_up * scales.x), clamp, scales.h, out,
-        TOP=chosen.shape[1], F=gate.n, K=gate.k, **_constants(gate, groups, 2 * columns, columns, x),
+        TOP=chosen.shape[1], F=gate.n, K=gate.k, STAGES=2, **_constants(gate, groups, 2 * columns, columns, x),
     )  # fmt: skip
 
 
@@ -366,5 +405,5 @@ def down_fused(
     _down_kernel[(planes.n // columns, triton.cdiv(chosen.numel(), groups.tile_rows) + groups.experts)](
         h, groups.order, groups.offsets, groups.tiles, *plane_pointers, table,
         scales.down, 1 / (scales.down * scales.h), weights, out, out.stride(1),
-        N=planes.n, K=planes.k, **_constants(planes, groups, columns, columns, h),
+        N=planes.n, K=planes.k, STAGES=3, **_constants(planes, groups, columns, columns, h),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from ds4.ops.kernels.expert_chunks import chunk_bytes, load_chunk
 from ds4.ops.kernels.expert_formats import load_table
 from ds4.ops.kernels.expert_programs import advance
 from ds4.ops.kernels.experts import pointers
-from ds4.ops.kernels.grouping import Groups, expert_tile
+from ds4.ops.kernels.grouping import Groups, expert_tile, tile_pairs
 from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes, Q8Planes
 
@@ -77,9 +77,10 @@ def _gate_up_kernel(
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = expert_tile(order, offsets, tiles, first, count, E, EP, BM)
+    expert, begin, pairs = expert_tile(offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
+    place, live, pair = tile_pairs(order, begin, pairs, BM)
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -103,9 +104,10 @@ def _down_kernel(
     E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    expert, place, live, pair = expert_tile(order, offsets, tiles, first, count, E, EP, BM)
+    expert, begin, pairs = expert_tile(offsets, tiles, first, count, E, EP, BM)
     if expert < 0:
         return
+    place, live, pair = tile_pairs(order, begin, pairs, BM)
     PRECISION: tl.constexpr = "tf32x3" if ASM else "ieee"  # of float32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)

@@ -175,16 +175,22 @@ def group(chosen: Tensor, groups: Groups) -> None:
 
 
 @triton.jit
-def expert_tile(order, offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-    """Of this program's tile of experts first .. first + count - 1: the expert (-1: none), places in `order`, which of
-    them exist, and their pairs."""
+def expert_tile(offsets, tiles, first, count, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """Of this program's tile of experts first .. first + count - 1: the expert (-1: none), the first of its places in
+    `order`, and how many there are, at most BM."""
     tile = tl.program_id(1) + tl.load(tiles + first)
     e = tl.arange(0, EP)
     behind = tl.load(tiles + 1 + e, mask=e < E, other=2147483647)
     expert = tl.sum((behind <= tile).to(tl.int32), 0)
     expert = tl.where(tile < tl.load(tiles + first + count), expert, -1)
     safe = tl.maximum(expert, 0)
-    place = tl.load(offsets + safe) + (tile - tl.load(tiles + safe)) * BM + tl.arange(0, BM)
-    live = place < tl.load(offsets + safe + 1)
-    pair = tl.load(order + place, mask=live & (expert >= 0), other=0)
-    return expert, place, live, pair
+    begin = tl.load(offsets + safe) + (tile - tl.load(tiles + safe)) * BM
+    return expert, begin, tl.minimum(tl.load(offsets + safe + 1) - begin, BM)
+
+
+@triton.jit
+def tile_pairs(order, begin, count, BM: tl.constexpr):
+    """Places in `order` of a tile with room for BM, which of them exist, and their pairs."""
+    i = tl.arange(0, BM)
+    live = i < count
+    return begin + i, live, tl.load(order + begin + i, mask=live, other=0)
