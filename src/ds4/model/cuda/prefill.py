@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ds4.ops.kernels.attention import attention, prepare_queries
 from ds4.ops.kernels.compress import store_chunk
 from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.expert_energy import expert_energy
-from ds4.ops.kernels.experts_fused import down_fused, fragments, gate_up_fused, natural, tile_rows
+from ds4.ops.kernels.experts_fused import down_fused, gate_up_fused, natural, tile_rows
 from ds4.ops.kernels.experts_prefill import (
     dequantise_experts,
     dequantise_q8,
@@ -38,7 +38,6 @@ from ds4.ops.kernels.experts_prefill import (
     gate_up_grouped,
 )
 from ds4.ops.kernels.gemv import gemv
-from ds4.ops.kernels.gemv_dot import COARSE, FINE
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.hyper import COEFFICIENTS, Update, hc_collapse, hc_post, hc_pre, partial_floats
 from ds4.ops.kernels.indexer import index_queries, index_scores, select_rows, select_scratch, select_sizes
@@ -47,6 +46,7 @@ from ds4.ops.kernels.planes import F16Planes, Q8Planes
 from ds4.ops.kernels.quantize import Quantised
 from ds4.ops.kernels.rows import RowPlanes, rope_tables, store_window
 from ds4.ops.kernels.swiglu import swiglu
+from ds4.ops.kernels.terms import join_terms, split_terms
 
 _SCORE_BYTES = 512 << 20
 """Index scores that are held at once, in bytes."""
@@ -127,17 +127,27 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def multiply_f16(x: Tensor, planes: F16Planes, out: Tensor, exact: bool = False) -> None:
-    """x float32 @ weight^T with next to nothing lost: x is the sum of two float16, scaled as in `gemv_f16`."""
-    if exact or not x.is_cuda:
-        torch.mm(x, planes.weight.float().t(), out=out)
-        return
-    weight = planes.weight.t()
-    scaled = x * COARSE.value
-    high = scaled.half()
-    torch.mm(high, weight, out_dtype=torch.float32, out=out)
-    rest = torch.mm(((scaled - high.float()) * FINE.value).half(), weight, out_dtype=torch.float32)
-    out.add_(rest, alpha=1 / FINE.value).mul_(1 / COARSE.value)
+@dataclass(frozen=True)
+class _Input:
+    """The normalised input of a sublayer in the forms that its products take.
+
+    Attributes:
+        x: float32 [tokens, hidden].
+        half: in 16 bits; x where products are exact.
+        terms: float16 [2, tokens, hidden], see `split_terms`; None where products with F16 matrices take x.
+    """
+
+    x: Tensor
+    half: Tensor
+    terms: Tensor | None
+
+    def multiply_f16(self, planes: F16Planes, out: Tensor) -> None:
+        """x @ weight^T with next to nothing lost."""
+        if self.terms is None:
+            torch.mm(self.x, planes.weight.float().t(), out=out)
+            return
+        sums = torch.mm(self.terms.flatten(0, 1), planes.weight.t(), out_dtype=torch.float32)
+        join_terms(sums.view(2, *out.shape), out)
 
 
 class _Chunk:
@@ -173,6 +183,15 @@ class _Chunk:
 
     def take_half(self, *size: int) -> Tensor:
         return self.take(*size, dtype=self.half)
+
+    def input(self, x: Tensor, terms: bool = True, placed: Tensor | None = None, scale: float = 1.0) -> _Input:
+        """x in the forms that are wanted; placed takes scale * x in the order of `fragments`."""
+        if self.exact:
+            return _Input(x, x, None)
+        both = self.take(2, *x.shape, dtype=torch.float16) if terms and x.is_cuda else None
+        half = self.take_half(*x.shape)
+        split_terms(x, half, both, placed, scale)
+        return _Input(x, half, both)
 
     def dense(self, planes: Q8Planes) -> Tensor:
         weight = self.take_half(planes.n, planes.k)
@@ -234,7 +253,8 @@ class _Chunk:
         s, t, ratio, kv_cache = self.shape, self.tokens, self.shape.ratios[number], self.model.layer_caches[number]
         wide, turn, eps = s.heads * s.head_dim, self.turns[1 if ratio else 0], s.rms_eps
         qkv = self.take(t, s.q_lora_rank + s.head_dim)
-        multiply(x.to(self.half), self.dense(w.q_a_kv), qkv)
+        inputs = self.input(x, terms=w.side is not None)
+        multiply(inputs.half, self.dense(w.q_a_kv), qkv)
         kv = qkv[:, s.q_lora_rank :]
         store_window(kv, w.kv_norm, eps, turn, self.positions, self.slots, kv_cache.ring, self.ring, s.window)
         qr = self.take_half(t, s.q_lora_rank)
@@ -243,11 +263,12 @@ class _Chunk:
         if w.side is not None:
             assert kv_cache.table is not None
             side = self.take(t, w.side.n)
-            multiply_f16(x, w.side, side, self.exact)
+            inputs.multiply_f16(w.side, side)
             compressors, weight = split_side(w, kv_cache, side)
             row_turn = self.turns[self.model.turns.of_ratio[ratio]]
             for compressor in compressors.values():
                 store_chunk(self.positions, self.slots, eps, ratio, compressor, kv_cache.table, row_turn)
+        del inputs
         q_b = self.dense(w.q_b)
         q = self.take_half(t, wide)
         multiply(qr, q_b[:wide], q)
@@ -270,8 +291,7 @@ class _Chunk:
         del q, ready, q_b
         output_a = self.dense(w.output_a).view(s.o_groups, s.o_lora_rank, -1)
         low, grouped = self.take_half(t, s.o_groups, s.o_lora_rank), out.view(t, s.o_groups, -1)
-        for g in range(s.o_groups):
-            multiply(grouped[:, g], output_a[g], low[:, g])
+        torch.bmm(grouped.transpose(0, 1), output_a.transpose(1, 2), out=low.transpose(0, 1))
         del output_a, out, grouped
         y = self.take(t, s.hidden)
         multiply(low.view(t, -1), self.dense(w.output_b), y)
@@ -304,20 +324,25 @@ class _Chunk:
     def _experts(self, number: int, w: DeviceLayer, normed: Tensor) -> tuple[Tensor, Tensor]:
         """What the routed experts give, [tokens, top, hidden], and the shared one, [tokens, hidden]."""
         s, t, top = self.shape, self.tokens, self.shape.experts_used
+        placed, scale = None, 1.0
+        if not self.exact:
+            placed = self.take(t, s.hidden, dtype=torch.float16 if self.half == torch.bfloat16 else torch.float32)
+            scale = self.model.expert_scales[number].x
+        inputs = self.input(normed, placed=placed, scale=scale)
         logits = self.take(t, s.experts)
-        multiply_f16(normed, w.router, logits, self.exact)
+        inputs.multiply_f16(w.router, logits)
         chosen, weights = self.take(t, top, dtype=torch.int32), self.take(t, top)
         route(w, s, logits, self.ids, chosen, weights, self.positions)
-        x, shared = normed.to(self.half), self.take(t, s.hidden)
+        x, shared = inputs.half, self.take(t, s.hidden)
         both, hidden = self.take_half(t, 2 * s.expert_hidden), self.take_half(t, s.expert_hidden)
         multiply(x, self.dense(w.shared_gate_up), both)
         swiglu(both, s.swiglu_clamp, hidden)
         multiply(hidden, self.dense(w.shared_down), shared)
-        del both, hidden
-        if self.exact:
+        del both, hidden, inputs
+        if placed is None:
             groups, h, routed = self._decoded_experts(w, x, chosen, weights)
         else:
-            groups, h, routed = self._fused_experts(number, w, normed, chosen, weights)
+            groups, h, routed = self._fused_experts(number, w, placed, chosen, weights)
         if self.energy is not None:
             sums = ops.ExpertEnergy(
                 self.take(s.experts, s.hidden), self.take(s.experts, s.expert_hidden), groups.offsets.diff()
@@ -332,13 +357,11 @@ class _Chunk:
         self, number: int, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Groups, Tensor, Tensor]:
         """The groups, what is between the products (scaled, in the order of `fragments`), and what the experts give."""
-        s, (t, top) = self.shape, chosen.shape
-        half = torch.float16 if self.half == torch.bfloat16 else torch.float32
-        scales = self.model.expert_scales[number]
+        s, (t, top), scales = self.shape, chosen.shape, self.model.expert_scales[number]
         groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=tile_rows(t * top, s.experts))
         group(chosen, groups)
-        h, routed = self.take(t * top, s.expert_hidden, dtype=half), self.take(t, top, s.hidden)
-        gate_up_fused(fragments(x, half, scales.x), chosen, groups, w.gate, w.up, scales, s.swiglu_clamp, h)
+        h, routed = self.take(t * top, s.expert_hidden, dtype=x.dtype), self.take(t, top, s.hidden)
+        gate_up_fused(x, chosen, groups, w.gate, w.up, scales, s.swiglu_clamp, h)
         down_fused(h, chosen, groups, w.down, scales, weights, routed)
         return groups, h, routed
 
