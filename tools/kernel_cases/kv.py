@@ -258,7 +258,7 @@ def prefill_scores(bench: Bench) -> Iterator[Case]:
         weights, out = bench.randn(rows, s.index_heads), bench.empty(rows, count)
         positions = torch.arange(context - rows, context, dtype=torch.int32, device=bench.device)
         slots, chosen = _int(bench, 0, rows), bench.empty(rows, top, dtype=torch.int32)
-        for tile in (16, 8, 32, 64) if bench.sweep else (16,):
+        for tile in (32, 8, 16, 64) if bench.sweep else (32,):
 
             def score(q=q, w=weights, p=positions, slots=slots, t=tables, keys=keys, out=out, tile=tile) -> None:
                 index_scores(q, w, 0.01, p, slots, t, keys, 4, top, out, queries=tile)

@@ -90,17 +90,14 @@ def test_scores_at_decode(heads, splits, device):
         case.check(scores, row, top)
 
 
-@pytest.mark.parametrize(("start", "rows"), [(0, 150), (301, 20)] + ([(20_000, 4096)] if ON_GPU else []))
-def test_scores_at_prefill(start, rows, device):
+@pytest.mark.parametrize(("start", "rows"), [(0, 150), (301, 20), (301, 21)] + ([(20_000, 4096)] if ON_GPU else []))
+@pytest.mark.parametrize("queries", [8, 32])
+def test_scores_at_prefill(start, rows, queries, device):
     top, heads = 32, 64 if ON_GPU else 8
     case = Case([*range(start, start + rows), -1, -1], heads, device, shared=True)
     scores = torch.empty(rows + 2, case.most, device=device)
-    run_twice(
-        lambda: index_scores(
-            case.q, case.weights, 0.1, case.positions, case.slots, case.tables, case.pages, 4, top, scores, queries=8
-        ),
-        scores,
-    )
+    shared = (case.positions, case.slots, case.tables, case.pages, 4, top, scores)
+    run_twice(lambda: index_scores(case.q, case.weights, 0.1, *shared, queries=queries), scores)
     for row in range(0, rows + 2, 1 + rows // 60):
         case.check(scores, row, top)
 
@@ -153,5 +150,9 @@ def test_refusals(device):
     assert scratch is not None
     assert scratch[0].shape == (2, 2, 512)
     positions = torch.zeros(1, dtype=torch.int32, device=device)
+    case = Case([40, 41, 42], 8, device, shared=True)
+    shared = (case.positions, case.slots, case.tables, case.pages, 4, 4, torch.empty(3, case.most, device=device))
+    with pytest.raises(ValueError, match="2 at a time, which does not divide 3"):
+        index_scores(case.q, case.weights, 0.1, *shared, queries=3)
     with pytest.raises(ValueError, match="choosing 4 of 100 keys in blocks of 64 needs its own scratch"):
         select_rows(torch.zeros(1, 100, device=device), positions, 4, 4, positions, None, 64)

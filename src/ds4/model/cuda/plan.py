@@ -397,7 +397,7 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     if options.quality:
         dense = max(dense, min(s.vocab, VOCABULARY_ROWS) * s.hidden)
     keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 0
-    scores = min(4 * t * keys, max(_INDEX_SCORES, 4 * 16 * keys))
+    scores = min(4 * t * keys, max(_INDEX_SCORES, 4 * 32 * keys))
     pooled: dict[int, int] = {}
     for ratio, _, channels in _compressors(s):
         pooled[ratio] = pooled.get(ratio, 0) + 4 * 2 * channels

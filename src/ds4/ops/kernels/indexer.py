@@ -174,7 +174,8 @@ def _chunk_scores_kernel(
     q, weights, weights_stride, weight_scale, positions, slots, tables, tables_stride,
     codes, scales, codes_stride, scales_stride, out, out_stride, rows,
     RATIO: tl.constexpr, TOP: tl.constexpr, HEADS: tl.constexpr, HB: tl.constexpr, P: tl.constexpr,
-    KEYS: tl.constexpr, QUERIES: tl.constexpr, PAGE_ROWS: tl.constexpr, ASM: tl.constexpr,
+    KEYS: tl.constexpr, QUERIES: tl.constexpr, ONCE: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Prefill: a tile of queries of one sequence against a tile of keys, which is read and unpacked once."""
     first = tl.program_id(1) * QUERIES
@@ -185,12 +186,26 @@ def _chunk_scores_kernel(
         pages = tables + tl.load(slots + first).to(tl.int64) * tables_stride
         n = start + tl.arange(0, KEYS)
         k_even, k_odd = _load_keys(codes, scales, pages, codes_stride, scales_stride, n, n < most, P, PAGE_ROWS)
-        for row in range(first, min(first + QUERIES, rows)):
-            visible = (tl.load(positions + row) + 1) // RATIO
-            at = tl.cast(row, tl.int64)
-            even, odd, weight = _load_query(q, weights, at, weights_stride, weight_scale, HEADS, HB, P)
-            score = _score(k_even, k_odd, _operand(even, ASM), _operand(odd, ASM), weight, ASM)
-            tl.store(out + at * out_stride + n, score, mask=(n < visible) & (visible > TOP))
+        keys = tl.reshape(tl.permute(tl.join(k_even, k_odd), 0, 2, 1), [KEYS, 2 * P])
+        keys = keys.to(tl.bfloat16) if ASM else keys
+        source = q.to(tl.pointer_type(tl.bfloat16)) if ASM else q
+        column = tl.arange(0, ONCE * HB)
+        head = column % HB
+        for row in tl.range(first, min(first + QUERIES, rows), ONCE, num_stages=2):
+            query = (row + column // HB).to(tl.int64)
+            live = (query < rows) & (head < HEADS)
+            at = source + (query * HEADS + head)[:, None] * (2 * P) + tl.arange(0, 2 * P)[None, :]
+            operand = tl.load(at, mask=live[:, None], other=0)
+            weight = tl.load(weights + query * weights_stride + head, mask=live, other=0.0) * weight_scale
+            if ASM:
+                dot = tl.dot(keys, tl.trans(operand))
+            else:
+                dot = tl.dot(keys, tl.trans(_operand(operand, ASM)), input_precision="ieee")
+            score = tl.sum(tl.reshape(tl.maximum(dot, 0.0) * weight[None, :], [KEYS, ONCE, HB]), 2)
+            token = row + tl.arange(0, ONCE)
+            visible = (tl.load(positions + token, mask=token < rows, other=-1) + 1) // RATIO
+            seen = (n[:, None] < visible[None, :]) & (visible[None, :] > TOP)
+            tl.store(out + token.to(tl.int64)[None, :] * out_stride + n[:, None], score, mask=seen)
 
 
 @triton.jit
@@ -359,6 +374,9 @@ def index_scores(
         splits: decode: programs that share a row's keys.
         queries: prefill: rows are consecutive tokens of one sequence and taken this many at a time; 0 for decode.
         keys: how many a program takes at once, 0 for the usual.
+
+    Raises:
+        ValueError: an odd number of queries at a time.
     """
     table, table_stride, *planes = _key_args(tables, pages)
     rows, heads, _ = q.shape
@@ -367,10 +385,13 @@ def index_scores(
     asm = use_asm(q)
     if queries:
         keys = keys or (128 if asm else 64)
+        once = 2 if head_block <= 64 else 1  # sums of 128 x 128 are what the registers of four warps hold
+        if queries % once:
+            raise ValueError(f"queries are taken {once} at a time, which does not divide {queries}")
         _chunk_scores_kernel[(triton.cdiv(scores.shape[1], keys), triton.cdiv(rows, queries))](
             *shared, scores, scores.stride(0), rows,
-            RATIO=ratio, TOP=top, HEADS=heads, HB=head_block, P=_HALF, KEYS=keys, QUERIES=queries, PAGE_ROWS=64,
-            ASM=asm, num_warps=8,
+            RATIO=ratio, TOP=top, HEADS=heads, HB=head_block, P=_HALF, KEYS=keys, QUERIES=queries, ONCE=once,
+            PAGE_ROWS=64, ASM=asm, num_warps=4,
         )  # fmt: skip
     else:
         _scores_kernel[(rows, splits)](
