@@ -192,6 +192,10 @@ def test_what_is_no_file_is_not_imported(tmp_path: Path, capsys: pytest.CaptureF
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
         assert "it is no file" in say(capsys, 1, "import", tmp_path / "other", tmp_path / name)
+    assert "cannot be read" in say(capsys, 1, "import", tmp_path / "other", tmp_path / "nowhere")
+    (tmp_path / "text").write_text("no conversation")
+    assert "cannot be imported" in say(capsys, 1, "import", tmp_path / "other", tmp_path / "text")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_text_does_not_steer_a_terminal(

@@ -18,7 +18,7 @@ from ds4.kvstore.container import HEADER_BYTES
 from ds4.kvstore.disk import Files
 from ds4.kvstore.reading import Entry, opened, verify
 from ds4.kvstore.store import Store
-from ds4.kvstore.transfer import export_entry, import_entry
+from ds4.kvstore.transfer import check_exported, export_entry, import_entry
 
 _SHOWN_BYTES = 60
 _MODELS = {0: "flash", 1: "pro"}
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.command == "import":
+        check_exported(options.file)  # before a directory is made for it
     files = Files(options.directory, create=options.command == "import")
     try:
         return int(options.run(Store(files), options))

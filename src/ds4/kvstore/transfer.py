@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -82,6 +83,23 @@ def import_entry(store: Store, path: Path) -> Entry:
     Raises:
         Ds4Error: it is damaged or builds on other entries, it is there already, or the store's budget has no room.
     """
+    with _exported(path) as (fd, found):
+        name = found.name = file_name(read_exactly(fd, found.key_bytes, HEADER_BYTES + 4))
+        return store.adopt(name, found.size, _pieces(fd, found.size), lambda fd, name: verify_open(open_fd(fd, name)))
+
+
+def check_exported(path: Path) -> None:
+    """That a file may be what `export_entry` wrote, by its heads.
+
+    Raises:
+        Ds4Error: it is not, or it cannot be read.
+    """
+    with _exported(path):
+        pass
+
+
+@contextlib.contextmanager
+def _exported(path: Path) -> Iterator[tuple[int, OpenEntry]]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -92,8 +110,7 @@ def import_entry(store: Store, path: Path) -> Entry:
         found = open_fd(fd, "")
         if found.head.start:
             raise FileFormatError("it builds on other entries; export writes files that do not")
-        name = found.name = file_name(read_exactly(fd, found.key_bytes, HEADER_BYTES + 4))
-        return store.adopt(name, found.size, _pieces(fd, found.size), lambda fd, name: verify_open(open_fd(fd, name)))
+        yield fd, found
     except (FileFormatError, OSError) as error:
         raise Ds4Error(f"{path} cannot be imported: {error}") from None
     finally:
