@@ -1,4 +1,4 @@
-"""Cases of `ds4.ops.kernels.experts_fused` and `experts_prefill`: the products of one layer, and scratches."""
+"""Cases of `ds4.ops.kernels.experts_fused`, `experts_prefill` and `terms`: products of one layer, scratches, inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ds4.ops.kernels.experts_prefill import (
     gate_up_grouped,
     sum_pairs,
 )
+from ds4.ops.kernels.gemv_dot import COARSE, FINE
 from ds4.ops.kernels.grouping import Groups, group
 from ds4.ops.kernels.planes import Iq2Layout, Planes
+from ds4.ops.kernels.terms import split_terms
 from kernel_cases.harness import Bench, Case, error, tiles
 
 TILES = [
@@ -216,6 +218,22 @@ def _fused_down(type: T) -> Callable[[Bench], Iterator[Case]]:
     return make
 
 
+def terms(bench: Bench) -> Iterator[Case]:
+    """What a layer's experts and router take of its input."""
+    s = bench.shape
+    for tokens in bench.tokens:
+        x = bench.randn(tokens, s.hidden)
+        half, both = bench.empty(*x.shape, dtype=bench.half), bench.empty(2, *x.shape, dtype=torch.float16)
+        placed = bench.empty(*x.shape, dtype=torch.float16)
+
+        def check(x=x, half=half, both=both, placed=placed) -> float:
+            back = (both[0].double() + both[1].double() / FINE.value) / COARSE.value
+            return max(error(back, x.double()), error(half, x.to(bench.half)), error(natural(placed), x.half()))
+
+        runs = [lambda x=x, half=half, both=both, placed=placed: split_terms(x, half, both, placed)]
+        yield Case(f"{tokens} tokens", runs, 12 * x.numel(), check, 1e-6, [half, both, placed])
+
+
 def sums(bench: Bench) -> Iterator[Case]:
     s = bench.shape
     for tokens in bench.tokens:
@@ -248,5 +266,6 @@ CASES = {
     "prefill.dequantise_q8": dense,
     "prefill.gate_up": gate_up,
     "prefill.down": down,
+    "prefill.terms": terms,
     "prefill.sum_pairs": sums,
 }

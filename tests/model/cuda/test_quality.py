@@ -62,9 +62,12 @@ def logits(runner: Any) -> list[Tensor | None]:
 
 
 def test_it_is_the_torch_graph(weights: DeviceWeights, reference: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_pieces, "VOCABULARY_ROWS", 24)
-    expected = logits(reference)
-    errors = [difference(a, b) for a, b in zip(logits(CudaRunner(weights, CONFIG)), expected, strict=True)]
+    expected, runner = logits(reference), CudaRunner(weights, CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(long_pieces, "VOCABULARY_ROWS", 24)
+        patch.setattr(long_pieces, "split_terms", None)  # nothing is rounded
+        errors = [difference(a, b) for a, b in zip(logits(runner), expected, strict=True)]
+    assert "expert_scales" not in vars(runner.model)  # weights that float16 does not hold are no trouble
     assert sorted(errors)[1] < 1e-4
     assert max(errors) < 5e-3  # a code of FP8 or FP4 may fall on the other side
     both = (reference, CudaRunner(weights, FAST))

@@ -27,7 +27,11 @@ CONFIG = RunnerConfig(slots=5, chunk=4096, experts_at_once=3)
 
 @pytest.fixture(scope="module")
 def weights(device: str) -> DeviceWeights:
-    return DeviceWeights.load(TensorBytes(SHAPE, random_tensors(SHAPE, 7)), device)
+    return loaded(SHAPE, device)
+
+
+def loaded(shape: Shape, device: str) -> DeviceWeights:
+    return DeviceWeights.load(TensorBytes(shape, random_tensors(shape, 7)), device)
 
 
 @pytest.fixture
@@ -60,12 +64,18 @@ def _variant(value: Any, alike: bool) -> Any:
 
 @pytest.mark.skipif(ON_GPU, reason="the launches are left out, which the interpreter allows")
 @pytest.mark.parametrize("quality", [False, True])
-def test_requests_compile_nothing(weights: DeviceWeights, launched: set[Any], quality: bool) -> None:
-    runner = CudaRunner(weights, replace(CONFIG, quality=quality))
+# Tiles of experts change at 69 and 128 tokens, pairs that one launch sorts at 85 and 256.
+@pytest.mark.parametrize(("experts", "used", "chunk"), [(13, 6, 4096), (8, 2, 4096), (13, 6, 71)])
+def test_requests_compile_nothing(
+    weights: DeviceWeights, launched: set[Any], quality: bool, experts: int, used: int, chunk: int, device: str
+) -> None:
+    if experts != SHAPE.experts:
+        weights = loaded(replace(SHAPE, experts=experts, experts_used=used), device)
+    runner = CudaRunner(weights, replace(CONFIG, quality=quality, chunk=chunk))
     runner.warm_up()
     ready = set(launched)
     assert len(ready) > 50
-    lengths = [1, 2, 5, 8, 9, 31, 64, 65, 85, 86, 100, 127, 961, 1400, 2000, 4033, 4096]
+    lengths = [1, 2, 5, 8, 9, 31, 64, 65, 85, 86, 100, 127, 200, 961, 1400, 2000, 4033, 4096]
     for start in (0, 255, 1234, 4097, 20_000, 33_000, 145_000):
         for length in lengths:
             if start in (0, 1234) or length in (2, 65, 100):

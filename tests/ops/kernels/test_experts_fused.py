@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ds4 import ops
+from ds4.ops.kernels import experts_fused
 from ds4.ops.kernels import planes as P
 from ds4.ops.kernels.experts_fused import (
     Scales,
@@ -30,18 +31,18 @@ from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, run_twice
 from tests.ops.kernels.test_experts import FORMS, ids, make
 
 DTYPE = torch.float16 if ON_GPU else torch.float32
-# hidden, expert_hidden, rows of a tile, pairs of each expert: the parts of a tile that are multiplied alone, and one
-# more; and none.
+# hidden, expert_hidden, top, rows of a tile, pairs of each expert: the parts of a tile that are multiplied alone, and
+# one more; and none.
 COUNTS = (16, 17, 32, 33, 64, 65, 128, 129, 1, 0)
-CASES = [(256, 256, 128, COUNTS), (512, 256, 64, (33, 0, 65, 5))]
+CASES = [(256, 256, 3, 128, COUNTS), (512, 256, 2, 64, (33, 0, 65, 5))]
 if ON_GPU:
     CASES = [
-        (4096, 2048, 128, COUNTS),
-        (4096, 2048, 64, COUNTS),
-        (4096, 2048, 128, (700, 150, 0, 90, 600)),
-        (7168, 3072, 128, COUNTS),
-        (7168, 3072, 64, (20, 70, 0, 3)),
-        (1024, 256, 64, (3, 0, 9)),
+        (4096, 2048, 6, 128, COUNTS),
+        (4096, 2048, 6, 64, COUNTS),
+        (4096, 2048, 6, 128, (700, 150, 0, 90, 600)),
+        (7168, 3072, 6, 128, COUNTS),
+        (7168, 3072, 6, 64, (20, 70, 0, 3)),
+        (1024, 256, 2, 64, (3, 0, 9)),
     ]
 
 
@@ -68,9 +69,9 @@ def test_channels_come_back(device):
 @pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case, type, layout, device):
-    hidden, inner, tile, counts = case
-    experts, chosen = len(counts), choices(counts, 2, device)
-    tokens, top = chosen.shape
+    hidden, inner, top, tile, counts = case
+    experts, chosen = len(counts), choices(counts, top, device)
+    tokens = chosen.shape[0]
     groups = Groups.allocate(tokens * top, experts, device, tile)
     group(chosen, groups)
     gate, gate_weight = make(type, layout, inner, hidden, experts, 1, device)
@@ -89,6 +90,7 @@ def test_products(case, type, layout, device):
 
     run_twice(run, h, parts, y)
     count = int(groups.offsets[-1])
+    assert torch.isnan(h[count:]).all()
     order, inputs = groups.order[:count].long(), x.double()
     expert_of = chosen.flatten()[order].long()
     hidden_of = natural(h)[:count].double() / scales.h
@@ -106,6 +108,35 @@ def test_products(case, type, layout, device):
     assert error(parts.view(-1, hidden)[order], products) < bar
     total = torch.zeros(tokens, hidden, dtype=torch.float64, device=device).index_add(0, order // top, products)
     assert error(y, total) < bar
+
+
+@pytest.mark.skipif(ON_GPU, reason="looks at calls within a kernel, which the interpreter makes")
+def test_a_program_multiplies_no_more_columns_than_its_pairs_need(device, monkeypatch):
+    seen = {"_gate_up_pairs": [], "_down_pairs": []}
+
+    def record(name):
+        real = getattr(experts_fused, name)
+        places = [real.arg_names.index(argument) for argument in ("row0", "pairs", "BM")]
+
+        def run(*args):
+            seen[name].append(tuple(int(getattr(value, "value", value)) for value in (args[i] for i in places)))
+            return real(*args)
+
+        monkeypatch.setattr(experts_fused, name, run)
+
+    for name in seen:
+        record(name)
+    chosen = choices(COUNTS, 2, device)
+    tokens = chosen.shape[0]
+    groups = Groups.allocate(2 * tokens, len(COUNTS), device, 128)
+    group(chosen, groups)
+    planes, _ = make(T.Q2_K, "b", 256, 256, len(COUNTS), 1, device)
+    h, out = torch.empty(2 * tokens, 256), torch.empty(tokens, 2, 256)
+    gate_up_fused(torch.zeros(tokens, 256), chosen, groups, planes, planes, Scales(), 10.0, h)
+    down_fused(h, chosen, groups, planes, Scales(), torch.ones(tokens, 2), out)
+    tiles = [(16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (128, 128), (1, 16), (1, 16)]
+    for name, columns in (("_gate_up_pairs", 64), ("_down_pairs", 128)):
+        assert sorted(seen[name]) == sorted((row, *tile) for tile in tiles for row in range(0, 256, columns))
 
 
 @pytest.mark.parametrize("size", [2.0**6, 2.0**19])
@@ -263,6 +294,7 @@ for kernel, format, rows in (
     assert result.returncode == 0, result.stderr
     kernels = [line.split("\x1f") for line in result.stdout.splitlines()]
     assert len(kernels) == 5
+    copied = 0
     for lines in kernels:
         products = [line for line in lines if "ttng.warp_group_dot " in line]
         waits = [line for line in lines if "ttng.warp_group_dot_wait" in line]
@@ -272,7 +304,11 @@ for kernel, format, rows in (
         assert all("pendings = 0" in line for line in waits)
         into_shared = [line for line in lines if "ttg.local_alloc %" in line or "ttg.local_store" in line]
         assert not [line for line in into_shared if "xf16" in line], into_shared
+        inputs = [line for line in lines if "async_copy_global_to_local" in line and "xf16" in line]
+        assert all(re.search(r" mask %\S+ other %", line) for line in inputs)  # zeros, not what lies beyond the pairs
+        copied += len(inputs)
         format, rows, barriers, _ = lines[0].split(" ", 3)
         # One for the inputs that have come, one for those that are no longer read; the table takes another.
         each = "3" if format == "iq2_xxs_b" else "2"
         assert barriers.split(",") == [each] * (4 if rows == "128" else 3)
+    assert copied >= 3 * 5

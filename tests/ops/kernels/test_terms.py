@@ -53,12 +53,17 @@ def test_products_of_terms_are_those_of_float32(device: str) -> None:
 
 def test_refusals(device: str) -> None:
     x = randn(4, 64, seed=5, device=device)
-    for wrong in (x[:, :48], x.double(), x.t()):
+    for wrong in (x[:, :48], x.double(), x.t(), x.view(2, 2, 64)):
         with pytest.raises(ValueError, match="expected contiguous float32"):
             split_terms(wrong, torch.empty(4, 64, device=device))
-    with pytest.raises(ValueError, match=r"the shape of x, \[4, 64\]"):
-        split_terms(x, half=torch.empty(4, 32, device=device))
-    with pytest.raises(ValueError, match=r"float16 \[2, 4, 64\] for the terms"):
+    columns = torch.empty(64, 4, device=device).t()
+    for half in (torch.empty(4, 32, device=device), torch.empty(4, 64, dtype=torch.int32, device=device), columns):
+        with pytest.raises(ValueError, match=r"^half .*: expected contiguous \[4, 64\]"):
+            split_terms(x, half=half)
+    with pytest.raises(ValueError, match=r"^terms .* torch.float32: expected contiguous \[2, 4, 64\]"):
         split_terms(x, terms=torch.empty(2, 4, 64, device=device))
-    with pytest.raises(ValueError, match="twice as many"):
-        join_terms(torch.empty(4, 64, device=device), x)
+    with pytest.raises(ValueError, match=r"^placed .*bfloat16"):
+        split_terms(x, placed=torch.empty(4, 64, dtype=torch.bfloat16, device=device))
+    for sums in (torch.empty(4, 64, device=device), torch.empty(2, 4, 64, dtype=torch.float16, device=device)):
+        with pytest.raises(ValueError, match="twice as many"):
+            join_terms(sums, x)

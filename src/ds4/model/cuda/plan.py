@@ -404,6 +404,7 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     widest = max((total // s.ratios.count(ratio) for ratio, total in pooled.items()), default=0)
     projected = 4 * (s.q_lora_rank + s.head_dim) + half * s.q_lora_rank + widest
     indexer = (4 + 2) * s.index_heads * s.index_dim + 4 * s.index_heads + 4 * s.index_top_k if keys else 0
+    inputs = half * s.hidden + 4 * s.hidden + projected + 2 * widest  # 16 bits, both terms, and their products with F16
     attention = t * (projected + indexer + 2 * half * wide + half * low + 4 * s.hidden) + scores
     pairs = t * s.experts_used
     experts = pairs * (half * s.expert_hidden + 4 * s.hidden + 16)
@@ -412,7 +413,7 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     part = "scratch of prefill"
     items = [
         Item(part, "streams and inputs", streams, f"{t:,} rows"),
-        Item(part, "activations", max(attention, experts), "the larger of attention and experts"),
+        Item(part, "activations", max(t * inputs, attention, experts), "the larger of attention and experts"),
         Item(part, f"a dense matrix in {kind}", half * dense),
     ]
     if options.quality:

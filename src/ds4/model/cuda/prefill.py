@@ -134,7 +134,7 @@ class _Input:
 
     Attributes:
         x: float32 [tokens, hidden].
-        half: in 16 bits; x where products are exact.
+        half: x in 16 bits, in the interpreter a copy; where products are exact, x.
         terms: float16 [2, tokens, hidden], see `split_terms`; None where products with F16 matrices take x.
     """
 
@@ -147,7 +147,11 @@ class _Input:
         if self.terms is None:
             torch.mm(self.x, planes.weight.float().t(), out=out)
             return
-        sums = torch.mm(self.terms.flatten(0, 1), planes.weight.t(), out_dtype=torch.float32)
+        rows, weight = self.terms.flatten(0, 1), planes.weight.t()
+        if rows.is_cuda:
+            sums = torch.mm(rows, weight, out_dtype=torch.float32)
+        else:
+            sums = torch.mm(rows.float(), weight.float())
         join_terms(sums.view(2, *out.shape), out)
 
 
@@ -185,14 +189,14 @@ class _Chunk:
     def take_half(self, *size: int) -> Tensor:
         return self.take(*size, dtype=self.half)
 
-    def input(self, x: Tensor, terms: bool = True, placed: Tensor | None = None, scale: float = 1.0) -> _Input:
-        """x in the forms that are wanted; placed takes scale * x in the order of `fragments`."""
+    def forms(self, x: Tensor, f16: bool = True, placed: Tensor | None = None, scale: float = 1.0) -> _Input:
+        """x as products take it, those with F16 matrices too if asked; placed takes scale * x as `fragments` has it."""
         if self.exact:
             return _Input(x, x, None)
-        both = self.take(2, *x.shape, dtype=torch.float16) if terms and x.is_cuda else None
         half = self.take_half(*x.shape)
-        split_terms(x, half, both, placed, scale)
-        return _Input(x, half, both)
+        terms = self.take(2, *x.shape, dtype=torch.float16) if f16 else None
+        split_terms(x, half, terms, placed, scale)
+        return _Input(x, half, terms)
 
     def dense(self, planes: Q8Planes) -> Tensor:
         weight = self.take_half(planes.n, planes.k)
@@ -254,7 +258,7 @@ class _Chunk:
         s, t, ratio, kv_cache = self.shape, self.tokens, self.shape.ratios[number], self.model.layer_caches[number]
         wide, turn, eps = s.heads * s.head_dim, self.turns[1 if ratio else 0], s.rms_eps
         qkv = self.take(t, s.q_lora_rank + s.head_dim)
-        inputs = self.input(x, terms=w.side is not None)
+        inputs = self.forms(x, f16=w.side is not None)
         multiply(inputs.half, self.dense(w.q_a_kv), qkv)
         kv = qkv[:, s.q_lora_rank :]
         store_window(kv, w.kv_norm, eps, turn, self.positions, self.slots, kv_cache.ring, self.ring, s.window)
@@ -329,7 +333,7 @@ class _Chunk:
         if not self.exact:
             placed = self.take(t, s.hidden, dtype=torch.float16 if self.half == torch.bfloat16 else torch.float32)
             scale = self.model.expert_scales[number].x
-        inputs = self.input(normed, placed=placed, scale=scale)
+        inputs = self.forms(normed, placed=placed, scale=scale)
         logits = self.take(t, s.experts)
         inputs.multiply_f16(w.router, logits)
         chosen, weights = self.take(t, top, dtype=torch.int32), self.take(t, top)
@@ -355,21 +359,24 @@ class _Chunk:
         return routed, shared
 
     def _fused_experts(
-        self, number: int, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
+        self, number: int, w: DeviceLayer, placed: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Groups, Tensor, Tensor]:
-        """The groups, what is between the products (scaled, in the order of `fragments`), and what the experts give."""
+        """The groups, what is between the products, and what the experts give.
+
+        placed: the inputs, scaled and in the order of `fragments`; what is between the products is so, too.
+        """
         s, (t, top), scales = self.shape, chosen.shape, self.model.expert_scales[number]
         groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=tile_rows(t * top, s.experts))
         group(chosen, groups)
-        h, routed = self.take(t * top, s.expert_hidden, dtype=x.dtype), self.take(t, top, s.hidden)
-        gate_up_fused(x, chosen, groups, w.gate, w.up, scales, s.swiglu_clamp, h)
+        h, routed = self.take(t * top, s.expert_hidden, dtype=placed.dtype), self.take(t, top, s.hidden)
+        gate_up_fused(placed, chosen, groups, w.gate, w.up, scales, s.swiglu_clamp, h)
         down_fused(h, chosen, groups, w.down, scales, weights, routed)
         return groups, h, routed
 
     def _decoded_experts(
         self, w: DeviceLayer, x: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Groups, Tensor, Tensor]:
-        """As `_fused_experts`, in float32 and in the natural order."""
+        """As `_fused_experts`, all in float32 and in the natural order."""
         s, (t, top) = self.shape, chosen.shape
         few = t * top < _MANY_PAIRS * s.experts
         groups = Groups.allocate(t * top, s.experts, self.device, tile_rows=16 if few else 128)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Wanted = Literal["last", "all", "none", "keep"]
 EnergyTap = Callable[[int, ops.ExpertEnergy], None]
 
-_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 1024, 2048, 4096, 8192)
-"""Lengths of pieces, one for each way in which some kernel is cut by it; the least and the chunk come to them."""
+_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 72, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Lengths of pieces, one for each way in which some kernel is cut by it; the shortest and the longest come to them."""
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,12 @@ from ds4.ops.kernels.intrinsics import use_asm
 from ds4.ops.kernels.planes import Planes
 
 TILES = (64, 128)
-"""Most pairs of a program, which multiplies a half, a quarter, down to 16 as many columns if it finds no more pairs."""
+"""Pairs that a tile has room for. A program multiplies the least of 16, 32, 64 and 128 columns that hold its pairs."""
 
 _FEW_PAIRS = 32
-"""Pairs of an expert on average up to which tiles are the small ones."""
+"""Pairs of an expert on average up to which tiles are the small ones, whose sums leave a program more registers."""
+
+_LEAST = tl.constexpr(16)
 
 _LARGEST_WEIGHT, _LARGEST = 2048.0, 65504.0
 """What weights and activations are scaled to at most: float16 still has all its bits 25 and 30 powers of two below."""
@@ -115,10 +117,15 @@ def _biased(lut):
 @triton.jit
 def _product(
     FORMAT: tl.constexpr, p, x_at, live, table, gain,
-    K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """gain times the products of a tile's rows with BM tokens, 0 for those that do not live: float32 [ROWS, BM]."""
+    """gain times the products of a tile's rows with BM pairs, 0 for places without one: float32 [ROWS, BM].
+
+    x_at: [BM, 1], where the rows of the pairs begin.
+    """
     U: tl.constexpr = K // 128
+    BK: tl.constexpr = 64 if BM > 64 else 128  # beside their sums there are no registers for the weights of 128
+    x_at += tl.arange(0, BK)[None, :]
     lut = _biased(load_table(FORMAT, table))
     grid = tl.load(table + tl.arange(0, 256)) if FORMAT == "iq2_xxs_b" else table
     sums = tl.zeros([ROWS, BM], tl.float32)
@@ -138,6 +145,12 @@ def _product(
 
 
 @triton.jit
+def _is_least(pairs, BM: tl.constexpr):
+    """Whether BM, of it and its halves down to 16, is the least that holds the pairs."""
+    return (pairs <= BM) & ((pairs > BM // 2) | (BM == _LEAST))
+
+
+@triton.jit
 def _either(first, x, y):
     out = ()
     for i in tl.static_range(4):
@@ -151,11 +164,10 @@ def _gate_up_pairs(
     FORMAT: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM pairs of one expert."""
-    BK: tl.constexpr = 64 if BM > 64 else 128
+    """swiglu of BN rows of gate and up for up to BM pairs of one expert; p: the planes at its rows."""
     place, live, pair = tile_pairs(order, begin, pairs, BM)
-    x_at = x + (pair // TOP)[:, None] * x_stride + tl.arange(0, BK)[None, :]
-    sums = _product(FORMAT, p, x_at, live, table, gain, K, 2 * BN, BM, BK, STAGES, ASM)
+    x_at = x + (pair // TOP)[:, None] * x_stride
+    sums = _product(FORMAT, p, x_at, live, table, gain, K, 2 * BN, BM, STAGES, ASM)
     g, v = tl.split(tl.permute(tl.reshape(sums, [BN // 8, 2, 8, BM]), 0, 2, 3, 1))
     g = tl.minimum(g * back, clamp)
     h = g / (1.0 + tl.exp(-g)) * tl.minimum(tl.maximum(v * back, -clamp), clamp) * scale
@@ -181,13 +193,13 @@ def _gate_up_kernel(
     first = in_tile(axis(2, PAIR) == 0, W, 1)
     gate = advance(FORMAT, g0, g1, g2, g3, row, K // 128)
     p = _either(first, gate, advance(FORMAT, u0, u1, u2, u3, row, K // 128))
-    LAST: tl.constexpr = 3 if BM == 128 else 2
-    for i in tl.static_range(LAST + 1):
-        if (pairs <= BM >> i) & ((pairs > BM >> i + 1) | (i == LAST)):
-            _gate_up_pairs(
-                x, x_stride, order, begin, pairs, p, table, gain, back, clamp, scale, row0, out,
-                FORMAT, TOP, F, K, BM >> i, BN, STAGES, ASM,
-            )  # fmt: skip
+    for i in tl.static_range(4):
+        if BM >> i >= _LEAST:
+            if _is_least(pairs, BM >> i):
+                _gate_up_pairs(
+                    x, x_stride, order, begin, pairs, p, table, gain, back, clamp, scale, row0, out,
+                    FORMAT, TOP, F, K, BM >> i, BN, STAGES, ASM,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -196,11 +208,10 @@ def _down_pairs(
     FORMAT: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM pairs of one expert."""
-    BK: tl.constexpr = 64 if BM > 64 else 128
+    """BN rows of down, weighted, for up to BM pairs of one expert; p: the planes at its rows."""
     place, live, pair = tile_pairs(order, begin, pairs, BM)
-    h_at = h + place[:, None] * K + tl.arange(0, BK)[None, :]
-    sums = _product(FORMAT, p, h_at, live, table, gain, K, BN, BM, BK, STAGES, ASM)
+    h_at = h + place[:, None] * K
+    sums = _product(FORMAT, p, h_at, live, table, gain, K, BN, BM, STAGES, ASM)
     y = tl.trans(sums) * (tl.load(weights + pair) * back)[:, None]
     at = pair.to(tl.int64)[:, None] * out_stride + (row0 + tl.arange(0, BN))[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live[:, None])
@@ -220,25 +231,25 @@ def _down_kernel(
     row = axis(W, SIXTEENS) * 16 + axis(2, PAIR) * 8 + axis(8, EIGHT)
     row = in_tile(row, W, 1).to(tl.int64) + (expert.to(tl.int64) * N + row0)
     p = advance(FORMAT, p0, p1, p2, p3, row, K // 128)
-    LAST: tl.constexpr = 3 if BM == 128 else 2
-    for i in tl.static_range(LAST + 1):
-        if (pairs <= BM >> i) & ((pairs > BM >> i + 1) | (i == LAST)):
-            _down_pairs(
-                h, order, begin, pairs, p, table, gain, back, weights, row0, out, out_stride,
-                FORMAT, K, BM >> i, BN, STAGES, ASM,
-            )  # fmt: skip
+    for i in tl.static_range(4):
+        if BM >> i >= _LEAST:
+            if _is_least(pairs, BM >> i):
+                _down_pairs(
+                    h, order, begin, pairs, p, table, gain, back, weights, row0, out, out_stride,
+                    FORMAT, K, BM >> i, BN, STAGES, ASM,
+                )  # fmt: skip
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Pairs of a tile, for `Groups`."""
+    """The tiles for so many pairs, for `Groups.allocate`."""
     return TILES[0] if pairs <= _FEW_PAIRS * experts else TILES[1]
 
 
 def fragments(x: Tensor, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
-    """scale * x [.., k] with its channels as the products here take them.
+    """scale * x [.., k] with its channels as the products here take them; prefill has `terms.split_terms` do it.
 
     Of each 32, channel 8 q + 4 s + 2 e + i goes to 16 s + 8 e + 2 q + i.
     """
@@ -376,6 +387,7 @@ def gate_up_fused(
     _gate_up_kernel[(gate.n // columns, triton.cdiv(chosen.numel(), groups.tile_rows) + groups.experts)](
         x, x.stride(0), groups.order, groups.offsets, groups.tiles, *gate_pointers, *up_pointers, table,
         scales.gate_up, 1 / (scales.gate_up * scales.x), clamp, scales.h, out,
+        # Two stages: words come through the L1, which has what is left of the shared memory.
         TOP=chosen.shape[1], F=gate.n, K=gate.k, STAGES=2, **_constants(gate, groups, 2 * columns, columns, x),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Float32 rows in the 16-bit forms that prefill's products take, all from one reading.
 
-A float32 number is, all but its last two bits, the sum of two float16 (`coarse_and_fine`): products with F16 matrices
-lose next to nothing that way, and run on the tensor cores.
+A float32 number is, all but its last two bits, the sum of two float16, scaled by COARSE and FINE of `gemv_dot`. That
+way products with F16 matrices lose next to nothing, and run on the tensor cores.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ def split_terms(
             as x is below 65,504 / COARSE.
         placed: float16 or float32 [rows, k], contiguous, takes scale * x in the order of `experts_fused.fragments`.
     """
-    tensors = [t for t in (x, half, terms, placed) if t is not None]
-    if x.dtype != torch.float32 or x.shape[1] % 32 or not all(t.is_contiguous() for t in tensors):
+    if x.dim() != 2 or x.dtype != torch.float32 or x.shape[1] % 32 or not x.is_contiguous():
         raise ValueError(f"x {list(x.shape)} {x.dtype}: expected contiguous float32, a multiple of 32 channels")
-    if any(t.shape != x.shape for t in (half, placed) if t is not None):
-        raise ValueError(f"half and placed have the shape of x, {list(x.shape)}")
-    if terms is not None and (terms.shape != (2, *x.shape) or terms.dtype != torch.float16):
-        raise ValueError(f"expected float16 {[2, *x.shape]} for the terms, got {terms.dtype} {list(terms.shape)}")
+    halves = (torch.bfloat16, torch.float16, torch.float32)
+    for name, tensor, shape, dtypes in (
+        ("half", half, (*x.shape,), halves),
+        ("terms", terms, (2, *x.shape), halves[1:2]),
+        ("placed", placed, (*x.shape,), halves[1:]),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous()):
+            raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype}: expected contiguous {list(shape)}")
     first, second, third = (x if t is None else t for t in (half, terms, placed))
     _terms_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
         x, first, second, third, scale, x.numel(),
@@ -82,6 +85,7 @@ def join_terms(sums: Tensor, out: Tensor) -> None:
         sums: float32 [2, rows, n], contiguous: products of `split_terms`' terms with a matrix.
         out: float32 [rows, n], contiguous.
     """
-    if sums.shape != (2, *out.shape) or not sums.is_contiguous() or not out.is_contiguous():
-        raise ValueError(f"sums {list(sums.shape)} for {list(out.shape)}: expected twice as many, contiguous")
+    both = (sums, out)
+    if sums.shape != (2, *out.shape) or any(t.dtype != torch.float32 or not t.is_contiguous() for t in both):
+        raise ValueError(f"sums {list(sums.shape)} for {list(out.shape)}: expected twice as many, contiguous float32")
     _join_kernel[(triton.cdiv(out.numel(), _BLOCK),)](sums, out, out.numel(), BLOCK=_BLOCK, num_warps=8)
