@@ -1,7 +1,7 @@
 """A tool loop through the official OpenAI client: the model calls a tool, gets its result and answers.
 
 make serve                                    # in another terminal
-.venv/bin/python examples/tool_loop.py        # or with another question as its argument
+.venv/bin/python examples/tool_loop.py        # or with another question, and another address, as its arguments
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def get_weather(city: str) -> str:
 
 def main() -> None:
     """Ask until the model answers without calling a tool."""
-    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    address = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")
     question = sys.argv[1] if len(sys.argv) > 1 else "What is the weather in Paris?"
     messages: list[Any] = [{"role": "user", "content": question}]
     print("user:     ", question)

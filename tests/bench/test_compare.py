@@ -66,8 +66,8 @@ def test_the_status_says_whether_it_became_slower(tmp_path: Path, capsys: pytest
         ("{", "this is no JSON"),
         ("[]", "its schema is None, expected 'ds4-bench/1'"),
         ('{"schema": "ds4-bench/9"}', "its schema is 'ds4-bench/9'"),
-        ('{"schema": "ds4-bench/1"}', "something is missing or wrong in it"),
-        ('{"schema": "ds4-bench/1", "rows": [3], "first_token": null}', "something is missing or wrong in it"),
+        ('{"schema": "ds4-bench/1"}', "'rows' is missing"),
+        ('{"schema": "ds4-bench/1", "rows": [3], "first_token": null}', "something is wrong in it"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:

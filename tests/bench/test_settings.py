@@ -77,6 +77,8 @@ def test_files_that_cannot_be_written_are_told_before(tmp_path: Path, monkeypatc
         Outputs(csv=tmp_path).check()
     with pytest.raises(Ds4Error, match=r"must end in \.png, \.svg, \.pdf"):
         Outputs(plot=tmp_path / "a.gif").check()
+    with pytest.raises(Ds4Error, match="name the same file; give each its own"):
+        Outputs(json=tmp_path / "a.svg", plot=tmp_path / "b" / ".." / "a.svg").check()
     with pytest.raises(Ds4Error, match="this is no directory"):
         Outputs(logits=tmp_path / "none").check()
     monkeypatch.setitem(sys.modules, "matplotlib", None)

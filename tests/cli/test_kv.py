@@ -96,7 +96,7 @@ def test_what_servers_delete_meanwhile_is_no_error(
         listed = say(capsys, 0, "list", tmp_path / "kv")
     assert "[No such file or directory]" in listed
     assert listed.count("<User>words") == 2
-    monkeypatch.setattr("ds4.cli.kv.verify", lambda files, name: verify(files, "0" * 40 + ".kv"))
+    monkeypatch.setattr("ds4.cli.kv_entries.verify", lambda files, name: verify(files, "0" * 40 + ".kv"))
     assert "2 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")
 
 
@@ -157,6 +157,9 @@ def test_a_damaged_file_is_not_imported(tmp_path: Path, chain: list[Entry], caps
     data = file.read_bytes()
     for bad in (data[:-1], data + b"x", data[:700] + bytes([data[700] ^ 1]) + data[701:], b"", b"KVC"):
         file.write_bytes(bad)
+        assert "cannot be imported" in say(capsys, 1, "import", tmp_path / "new", file)
+        assert not (tmp_path / "new").exists()
+        (tmp_path / "other").mkdir(exist_ok=True)
         assert "cannot be imported" in say(capsys, 1, "import", tmp_path / "other", file)
         assert list((tmp_path / "other").glob("*.kv*")) == []
     segment = (tmp_path / "kv" / chain[1].name).read_bytes()
@@ -178,6 +181,8 @@ def test_an_entry_that_a_server_stores_meanwhile_stays(
 ) -> None:
     file, there = tmp_path / "one.kv", tmp_path / "other" / chain[-1].name
     say(capsys, 0, "export", tmp_path / "kv", chain[-1].name, file)
+
+    there.parent.mkdir()
 
     def check(found: OpenEntry) -> Entry:
         there.write_bytes(file.read_bytes())
@@ -223,3 +228,9 @@ def test_an_empty_directory_stays_empty(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be used" in say(capsys, 1, "list", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_flags_are_looked_at_without_torch() -> None:
+    code = "import sys; from ds4.cli.kv import main; assert main(['prune', 'x', '--size', 'much']) == 2"
+    done = subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], timeout=60, check=False)
+    assert done.returncode == 0

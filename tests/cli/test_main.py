@@ -162,6 +162,15 @@ def test_dump_logits_and_consistency(run: Run, tmp_path: Path) -> None:
     assert (status, out) == (0, "4 positions, largest difference between decode and prefill: 0\n")
 
 
+@pytest.mark.parametrize("flag", ["--dump-logits", "--dump-logprobs"])
+def test_a_file_that_cannot_be_written_is_told_before_the_prompt_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setattr("ds4.cli.main.load_engine", None)
+    status, _, err = run("-p", "Hello", flag, str(tmp_path / "nowhere" / "x"))
+    assert (status, "no such folder; make it first" in err) == (1, True)
+
+
 def test_a_decode_that_differs_is_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "decode_consistency", lambda *_: (4, 0.25))
     status, out, _ = run("-p", "Hello", "--decode-consistency", "3")

@@ -170,16 +170,16 @@ def test_requests_at_the_same_time_share_their_prefix_while_it_is_busy() -> None
 
 
 def test_more_requests_than_sessions_wait_and_a_full_queue_refuses() -> None:
-    worker = scripted_worker(line("x"), max_sessions=1, max_queue=3)
-    prompts = [request(f"q{i}") for i in range(3)]
+    worker = scripted_worker(line("x"), max_sessions=2, max_queue=3)
+    prompts = [request(f"q{i}") for i in range(5)]  # two that run at once are not counted, though nobody took them yet
     for one in prompts:
         worker.submit(one, worker.prompts.build(one), lambda reply: None)
-    with pytest.raises(QueueFullError, match=r"3 requests are waiting already .--max-queue"):
+    with pytest.raises(QueueFullError, match=r"5 requests are waiting already .--max-queue"):
         worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
-    assert worker.status() == {"waiting": 3, "running": 0, "sessions": 0}
+    assert worker.status() == {"waiting": 5, "running": 0, "sessions": 0}
     worker.start()
     assert worker.wait_idle(30)
-    assert worker.status() == {"waiting": 0, "running": 0, "sessions": 1}
+    assert worker.status() == {"waiting": 0, "running": 0, "sessions": 2}
     assert worker.stop(10)
     with pytest.raises(ShuttingDownError):
         worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)

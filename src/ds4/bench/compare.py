@@ -98,7 +98,8 @@ def compare(old_path: Path, new_path: Path) -> Comparison:
         before, after = dict(_speeds(old)), dict(_speeds(new))
         differences = tuple(_differences(old, new))
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise Ds4Error(f"{old_path} or {new_path}: something is missing or wrong in it ({error!r})") from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else f"something is wrong in it ({error})"
+        raise Ds4Error(f"{old_path} or {new_path}: {what}; give files of ds4-bench --json") from error
     shared = [key for key in before if key in after]
     if not shared:
         raise Ds4Error(f"{old_path} and {new_path} have no row in common: measure the same contexts and sessions")

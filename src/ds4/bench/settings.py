@@ -115,6 +115,9 @@ class Outputs:
         for path in (self.csv, self.json, self.plot, self.profile):
             if path is not None:
                 destination(path)
+        files = [path.resolve() for path in (self.csv, self.json, self.plot, self.profile) if path is not None]
+        if len(set(files)) < len(files):
+            raise Ds4Error("two of --csv, --json, --plot and --profile name the same file; give each its own")
         if self.logits is not None and not self.logits.is_dir():
             raise Ds4Error(f"--dump-frontier-logits-dir {self.logits}: this is no directory; create it first")
         if self.plot is not None:

@@ -168,6 +168,11 @@ def _dump_tokens(options: Options, prompt: str) -> Callable[[], int]:
 
 
 def _diagnose(options: Options, prompt: str) -> Callable[[], int]:
+    from ds4.files import destination
+
+    for path in (options.dump_logits, options.dump_logprobs):
+        if path not in (None, "-"):
+            destination(path)  # refused now, not after the prompt was read
     from ds4.cli import diagnostics
     from ds4.cli.terminal import Bar
 

@@ -56,7 +56,7 @@ def choose(
         return _cuda(device)
     if device == "auto":
         return torch.device("cpu")
-    raise Ds4Error(f"device {device!r} is not available: {problem}; use device='cpu'")
+    raise Ds4Error(f"device {device!r} is not available: {problem}; use --device cpu (device='cpu')")
 
 
 def _cuda(device: str) -> torch.device:
@@ -99,7 +99,7 @@ def _unsupported(file: ModelFile | None, qat_sim: bool, index_selection: str) ->
     try:
         check_model(file.shape, lambda name: file.tensors[name].type)
     except Ds4Error as error:
-        return str(error).removesuffix("; use device='cpu'")
+        return str(error).removesuffix("; use --device cpu (device='cpu')")
     return None
 
 

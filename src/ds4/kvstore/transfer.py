@@ -84,18 +84,18 @@ def import_entry(store: Store, path: Path) -> Entry:
         Ds4Error: it is damaged or builds on other entries, it is there already, or the store's budget has no room.
     """
     with _exported(path) as (fd, found):
-        name = found.name = file_name(read_exactly(fd, found.key_bytes, HEADER_BYTES + 4))
-        return store.adopt(name, found.size, _pieces(fd, found.size), lambda fd, name: verify_open(open_fd(fd, name)))
+        size, pieces = found.size, _pieces(fd, found.size)
+        return store.adopt(found.name, size, pieces, lambda fd, name: verify_open(open_fd(fd, name)))
 
 
 def check_exported(path: Path) -> None:
-    """That a file may be what `export_entry` wrote, by its heads.
+    """That a file is what `export_entry` wrote; all of it is read.
 
     Raises:
         Ds4Error: it is not, or it cannot be read.
     """
-    with _exported(path):
-        pass
+    with _exported(path) as (_, found):
+        verify_open(found)
 
 
 @contextlib.contextmanager
@@ -110,6 +110,7 @@ def _exported(path: Path) -> Iterator[tuple[int, OpenEntry]]:
         found = open_fd(fd, "")
         if found.head.start:
             raise FileFormatError("it builds on other entries; export writes files that do not")
+        found.name = file_name(read_exactly(fd, found.key_bytes, HEADER_BYTES + 4))
         yield fd, found
     except (FileFormatError, OSError) as error:
         raise Ds4Error(f"{path} cannot be imported: {error}") from None

@@ -255,10 +255,12 @@ def test_advice_is_true():
     room = found.card_bytes + verdict.free
     context = int(words[words.index("--ctx") + 1].rstrip(";"))
     assert found.change(context=context).card_bytes <= room < found.change(context=context + 1024).card_bytes
-    more = plan().verdict(141)
+    more = plan(context=131_072).verdict(141)
     sessions = int(more.advice[0].split()[2])
-    assert plan(sessions=sessions).verdict(141).fits
-    assert sessions == 64 or not plan(sessions=sessions + 1).verdict(141).fits
+    assert 64 < sessions < 1024
+    assert plan(context=131_072, sessions=sessions).verdict(141).fits
+    assert not plan(context=131_072, sessions=sessions + 1).verdict(141).fits
+    assert plan(context=512).verdict(141).advice[0] == "up to 1024 and more sessions of this length fit"
 
 
 def test_everything_together_is_the_last_resort():

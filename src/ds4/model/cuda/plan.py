@@ -29,6 +29,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 PAGE_ROWS = 64
 MAX_SESSIONS = 1024
 DEFAULT_SESSIONS = 8
+_MANY_SESSIONS = 1024
+"""Sessions beyond which it is not said how many more fit."""
 VOCABULARY_ROWS = 8192
 """Rows of the vocabulary matrix that are decoded at once with `quality`."""
 PIECE_RING = 8192
@@ -530,9 +532,10 @@ def _most(plan: MemoryPlan, name: str, limit: int, room: int, step: int = 1) -> 
 def _more(plan: MemoryPlan, room: int) -> list[str]:
     """What else fits on a card on which the plan fits."""
     o, advice = plan.options, []
-    sessions = _most(plan, "sessions", BUCKETS[-1], room)
+    sessions = _most(plan, "sessions", _MANY_SESSIONS, room)
     if sessions > o.sessions:
-        advice.append(f"up to {sessions} sessions of this length fit")
+        more = " and more" if sessions == _MANY_SESSIONS else ""
+        advice.append(f"up to {sessions}{more} sessions of this length fit")
     context = _most(plan, "context", plan.shape.context, room, min(1024, plan.shape.context))
     if context > o.context:
         advice.append(f"up to --ctx {context} fits")

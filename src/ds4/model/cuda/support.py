@@ -25,7 +25,9 @@ def check_shape(shape: Shape) -> None:
     }
     for name, fits in limits.items():
         if not fits:
-            raise Ds4Error(f"the kernels for CUDA do not take {name} {getattr(shape, name)}; use device='cpu'")
+            raise Ds4Error(
+                f"the kernels for CUDA do not take {name} {getattr(shape, name)}; use --device cpu (device='cpu')"
+            )
 
 
 def check_model(shape: Shape, type_of: Callable[[str], GGMLQuantizationType]) -> None:
@@ -42,10 +44,11 @@ def check_model(shape: Shape, type_of: Callable[[str], GGMLQuantizationType]) ->
             if kind not in EXPERT_TYPES:
                 known = ", ".join(t.name for t in EXPERT_TYPES)
                 raise Ds4Error(
-                    f"tensor {name} is {kind.name}; experts on a CUDA device are one of {known}; use device='cpu'"
+                    f"tensor {name} is {kind.name}; experts on a CUDA device are one of {known};"
+                    " use --device cpu (device='cpu')"
                 )
         if gate != up:
             raise Ds4Error(
                 f"layer {layer}: gate experts are {gate.name}, up experts {up.name}, but the kernels for CUDA need one"
-                " type; use device='cpu'"
+                " type; use --device cpu (device='cpu')"
             )

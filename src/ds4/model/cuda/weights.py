@@ -390,7 +390,7 @@ class _Loader:
         try:
             planes = allocate(wanted, n, k, self.device)
         except ValueError as error:
-            raise Ds4Error(f"tensor {names[0]}: {error}; use device='cpu'") from error
+            raise Ds4Error(f"tensor {names[0]}: {error}; use --device cpu (device='cpu')") from error
         row = 0
         for name, (rows, _) in zip(names, dims, strict=True):
             kind = self.source.type(name)
@@ -413,7 +413,7 @@ class _Loader:
         try:
             planes = allocate(kind, n, k, self.device, experts, self.layout)
         except ValueError as error:
-            raise Ds4Error(f"tensor {name}: {error}; use device='cpu'") from error
+            raise Ds4Error(f"tensor {name}: {error}; use --device cpu (device='cpu')") from error
         self._pieces(name, experts * n, row_bytes(kind, k), lambda part, first: repack(part, planes, first))
         self._done[key] = planes
         return planes
