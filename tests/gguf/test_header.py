@@ -95,7 +95,10 @@ def test_larger_alignment(draft, tmp_path):
         (b"GGUF" + struct.pack("<IQ", 3, 0), "ends inside the key count"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), f"claims {2**62} tensors"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62), f"claims {2**62} keys"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 9) + bytes(20), "claims 9 keys"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 9) + bytes(20),
+            "claims 9 keys, more than 44 bytes hold; the file is truncated",
+        ),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "'general.architecture' is missing"),
     ],
 )

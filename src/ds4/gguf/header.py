@@ -180,10 +180,15 @@ class _Reader:
             self.fail(f"GGUF version is {version}, expected {GGUF_VERSION}; convert the file again with current tools")
         counts = self.number("<Q", "the tensor count"), self.number("<Q", "the key count")
         for count, what, least in zip(counts, ("tensors", "keys"), (_MIN_TENSOR_BYTES, _MIN_KEY_BYTES), strict=True):
-            if count > MAX_ENTRIES or count * least > self.size:
+            if count > MAX_ENTRIES:
                 self.fail(
-                    f"the header claims {count} {what}, more than a file of {self.size} bytes and this program allow "
-                    f"(at most {MAX_ENTRIES}); the file is damaged, download it again"
+                    f"the header claims {count} {what}, more than the {MAX_ENTRIES} that this program allows;"
+                    " the file is damaged, download it again"
+                )
+            if count * least > self.size:
+                self.fail(
+                    f"the header claims {count} {what}, more than {self.size} bytes hold;"
+                    " the file is truncated or damaged, download it again"
                 )
         return counts
 
