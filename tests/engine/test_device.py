@@ -92,7 +92,7 @@ def test_what_kernels_do_not_take_is_left_to_the_cpu(tiny: ModelFile, tmp_path: 
     cases = [
         (tiny, False, "topk", "qat_sim=False works on the CPU only"),
         (tiny, True, "all", "index_selection='all' works on the CPU only"),
-        (small, True, "topk", "do not take hidden 32; use device='cpu'"),
+        (small, True, "topk", r"do not take hidden 32; use --device cpu \(device='cpu'\)$"),
     ]
     for file, qat_sim, selection, message in cases:
         assert devices.choose("auto", file, qat_sim, selection) == torch.device("cpu")
