@@ -112,11 +112,10 @@ class Outputs:
 
     def check(self) -> None:
         """Raise `Ds4Error` now for what could only be found out after the measurement."""
-        for path in (self.csv, self.json, self.plot, self.profile):
-            if path is not None:
-                destination(path)
-        files = [path.resolve() for path in (self.csv, self.json, self.plot, self.profile) if path is not None]
-        if len(set(files)) < len(files):
+        files = [path for path in (self.csv, self.json, self.plot, self.profile) if path is not None]
+        for path in files:
+            destination(path)
+        if len({path.resolve() for path in files}) < len(files):
             raise Ds4Error("two of --csv, --json, --plot and --profile name the same file; give each its own")
         if self.logits is not None and not self.logits.is_dir():
             raise Ds4Error(f"--dump-frontier-logits-dir {self.logits}: this is no directory; create it first")

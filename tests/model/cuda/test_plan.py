@@ -260,7 +260,7 @@ def test_advice_is_true():
     assert 64 < sessions < 1024
     assert plan(context=131_072, sessions=sessions).verdict(141).fits
     assert not plan(context=131_072, sessions=sessions + 1).verdict(141).fits
-    assert plan(context=512).verdict(141).advice[0] == "up to 1024 and more sessions of this length fit"
+    assert plan(context=512).verdict(141).advice[0] == "up to 1024 sessions of this length fit"
 
 
 def test_everything_together_is_the_last_resort():

@@ -29,8 +29,6 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 PAGE_ROWS = 64
 MAX_SESSIONS = 1024
 DEFAULT_SESSIONS = 8
-_MANY_SESSIONS = 1024
-"""Sessions beyond which it is not said how many more fit."""
 VOCABULARY_ROWS = 8192
 """Rows of the vocabulary matrix that are decoded at once with `quality`."""
 PIECE_RING = 8192
@@ -43,7 +41,10 @@ _SLACK = 17  # rows and tokens that rings hold beyond window and block, for cutt
 _CONTEXT = 700 << 20  # the CUDA context, code of kernels, workspaces of libraries: an estimate
 _NODE = 16 << 10  # a kernel in a graph, an estimate
 _NODES = 21  # kernels of a layer in a graph
-_INDEX_SCORES = 512 << 20  # prefill scores so many bytes of keys at once at most
+SCORE_BYTES = 512 << 20
+"""Index scores that a long piece holds at once, in bytes."""
+SCORE_QUERIES = 32
+"""Tokens of a long piece whose index scores a program computes: it unpacks its keys once for all of them."""
 _CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
 _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
@@ -399,7 +400,7 @@ def _prefill(shape: Shape, options: Options) -> list[Item]:
     if options.quality:
         dense = max(dense, min(s.vocab, VOCABULARY_ROWS) * s.hidden)
     keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 0
-    scores = min(4 * t * keys, max(_INDEX_SCORES, 4 * 32 * keys))
+    scores = min(4 * t * keys, max(SCORE_BYTES, 4 * SCORE_QUERIES * keys))
     pooled: dict[int, int] = {}
     for ratio, _, channels in _compressors(s):
         pooled[ratio] = pooled.get(ratio, 0) + 4 * 2 * channels
@@ -532,10 +533,9 @@ def _most(plan: MemoryPlan, name: str, limit: int, room: int, step: int = 1) -> 
 def _more(plan: MemoryPlan, room: int) -> list[str]:
     """What else fits on a card on which the plan fits."""
     o, advice = plan.options, []
-    sessions = _most(plan, "sessions", _MANY_SESSIONS, room)
+    sessions = _most(plan, "sessions", MAX_SESSIONS, room)
     if sessions > o.sessions:
-        more = " and more" if sessions == _MANY_SESSIONS else ""
-        advice.append(f"up to {sessions}{more} sessions of this length fit")
+        advice.append(f"up to {sessions} sessions of this length fit")
     context = _most(plan, "context", plan.shape.context, room, min(1024, plan.shape.context))
     if context > o.context:
         advice.append(f"up to --ctx {context} fits")

@@ -23,7 +23,7 @@ from ds4.model.cuda.forward import (
     route,
     split_side,
 )
-from ds4.model.cuda.plan import PAGE_ROWS, VOCABULARY_ROWS, piece_ring
+from ds4.model.cuda.plan import PAGE_ROWS, SCORE_BYTES, SCORE_QUERIES, VOCABULARY_ROWS, piece_ring
 from ds4.model.cuda.weights import DeviceLayer
 from ds4.ops.kernels.attention import attention, prepare_queries
 from ds4.ops.kernels.compress import store_chunk
@@ -47,10 +47,6 @@ from ds4.ops.kernels.rows import RowPlanes, rope_tables, store_window
 from ds4.ops.kernels.swiglu import swiglu
 from ds4.ops.kernels.terms import join_terms, split_terms
 
-_QUERIES = 32
-"""Tokens whose index scores a program computes: it unpacks its keys once for all of them."""
-_SCORE_BYTES = 512 << 20
-"""Index scores that are held at once, in bytes."""
 _MANY_PAIRS = 32
 """Pairs of an expert on average from which on an exact piece multiplies them in tiles of 128, not of 16."""
 
@@ -310,7 +306,7 @@ class _Chunk:
         index_queries(index_x, self.turns[1], self.positions, queries)
         chosen = self.take(t, s.index_top_k, dtype=torch.int32)
         keys = -(-(self.end // ratio) // PAGE_ROWS) * PAGE_ROWS
-        step = min(t, max(_QUERIES, _SCORE_BYTES // (4 * keys) // _QUERIES * _QUERIES))
+        step = min(t, max(SCORE_QUERIES, SCORE_BYTES // (4 * keys) // SCORE_QUERIES * SCORE_QUERIES))
         scores = self.take(step, keys)
         scratch = select_scratch(step, keys, s.index_top_k, self.device)
         for first in range(0, t, step):
@@ -318,7 +314,7 @@ class _Chunk:
             positions, n = self.positions[part], part.stop - first
             index_scores(
                 queries[part], weight[part], index_scale(s), positions, self.slots[part], kv_cache.table,
-                kv_cache.keys(), ratio, s.index_top_k, scores[:n], queries=_QUERIES,
+                kv_cache.keys(), ratio, s.index_top_k, scores[:n], queries=SCORE_QUERIES,
             )  # fmt: skip
             some = None if scratch is None else (scratch[0][:n], scratch[1][:n])
             select_rows(scores[:n], positions, ratio, s.index_top_k, chosen[part], some)
