@@ -1,6 +1,6 @@
 """Checks and times whole models on a CUDA device; each check prints a small table and can write JSON.
 
-    python3 tools/gpu_check.py tiny [--quality]                      the embedded model against the CPU: greedy texts
+    python3 tools/gpu_check.py tiny [--bytes]                        the embedded model against the CPU: greedy texts
     python3 tools/gpu_check.py sessions [--file FILE]                fork, rewind, truncate, batch: bit-equal to anew
     python3 tools/gpu_check.py layers                                a few layers of Flash's widths against the CPU
     python3 tools/gpu_check.py fixtures --file FILE --fixtures DIR   logits and texts of another engine
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--tokens", type=int, default=48, help="most tokens of a text (48)")
     sub.add_argument("--batches", type=numbers, default=[1, 16], help="sessions that decode together (1,16)")
     sub.add_argument("--tie", type=float, default=1e-2, help="logits this near may change places (0.01)")
-    sub.add_argument("--quality", action="store_true", help="also with float32 throughout, which is judged")
+    sub.add_argument("--bytes", action="store_true", help="also with activations in bytes, which is only counted")
     sub.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="for the CPU; 0: none")
     sub.add_argument("--context", type=int, default=2048)
     sub = subs["sessions"]

@@ -128,20 +128,20 @@ def cpu_texts(
 def check_tiny(options: argparse.Namespace, report: Report) -> None:
     """Same greedy text as on the CPU, unless the two best tokens are within --tie of each other where it departs.
 
-    The usual kernels round activations to bytes, which the CPU does not: their texts are counted, and not judged. With
-    --quality the same is done with EngineConfig(quality=True), which computes in float32 throughout, and judged.
+    The kernels of large models round activations to bytes, which the CPU does not. Texts are judged where an engine
+    computes in float32, as it does by itself for a small model. With --bytes they are counted for the others too.
     """
     # The texts need the tokenizer only, so the CPU's are under way before the kernels are compiled.
     questions = prompts(_TokenizerOnly(common.open_file(options.file)), options.prompts, options.seed)
     start = time.perf_counter()
     wait = cpu_texts(options.file, [(ids, options.tokens) for ids in questions], options)
     expected: list[Greedy] | None = None
-    for mode in ("fast", "quality") if options.quality else ("fast",):
-        more = {"quality": True} if mode == "quality" else {}
-        config = common.config_of(options.context, max(options.batches) + 1, 512, **more)
+    for quality in (None, False) if options.bytes else (None,):
+        config = common.config_of(options.context, max(options.batches) + 1, 512, quality=quality)
         engine = common.open_engine(options.device, options.file, config)
+        mode = "float32" if engine.config.quality else "bytes"
         found = {}
-        for batch in options.batches[:1] if mode == "quality" else options.batches:  # there each row goes alone
+        for batch in options.batches:
             begin, made = time.perf_counter(), []
             for first in range(0, len(questions), batch):
                 if report.late(f"{mode} from text {first} on"):
@@ -156,7 +156,7 @@ def check_tiny(options: argparse.Namespace, report: Report) -> None:
             report.line(f"CPU: {count} tokens; all in {seconds:.1f} s")
         for batch, texts in found.items():
             apart = _compare(report, mode, batch, texts, expected, options.tie) if texts else []
-            if mode == "quality":
+            if mode == "float32":
                 report.judge(not apart and len(texts) == len(expected))
 
 

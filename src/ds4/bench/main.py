@@ -31,7 +31,9 @@ def bench(
     device: Annotated[str, _flag("--device", panel=_RUN, help="auto, cpu, cuda or cuda:N")] = "auto",
     threads: Annotated[int | None, _flag("-t", "--threads", panel=_RUN, help="CPU threads", min=1, max=1024)] = None,
     chunk: Annotated[int | None, _flag("--prefill-chunk", panel=_RUN, help="tokens of a prefill step", min=1)] = None,
-    quality: Annotated[bool, _flag("--quality", panel=_RUN, help="float32 throughout on a CUDA device")] = False,
+    quality: Annotated[
+        bool | None, _flag("--quality/--no-quality", panel=_RUN, help="float32 on a CUDA device (small models)")
+    ] = None,
     layout: Annotated[Layout, _flag("--expert-layout", panel=_RUN, help="of IQ2_XXS experts on CUDA devices")] = "b",
     alloc: Annotated[int | None, _flag("--ctx-alloc", panel=_RUN, help="context (what is needed)", min=1)] = None,
     start: Annotated[int | None, _flag("--ctx-start", panel=_WALK, help="first context (2048; small ones 64)")] = None,

@@ -76,6 +76,7 @@ class Results:
         size = f"{model['bytes'] / 1e9:.2f} GB" if model["bytes"] >= 1e9 else f"{model['bytes'] / 1e6:.1f} MB"
         name = f", {model['name']}" if model["name"] else ""
         name += f", experts in layout {settings['expert_layout'].upper()}" if settings["expert_layout"] else ""
+        name += ", in float32" if settings["quality"] and machine["gpu"] else ""
         lines = [
             f"{model['file']} ({size}{name}) on {where}; torch {machine['torch']}, triton {machine['triton'] or '-'}",
             f"copy {self.copy_bandwidth / 1e9:,.1f} GB/s (read + written); loaded in {self.load_seconds:.1f} s, warm-up"

@@ -45,7 +45,7 @@ class Job:
     device: str = "auto"
     threads: int | None = None
     chunk: int | None = None
-    quality: bool = False
+    quality: bool | None = None
     layout: Layout = "b"
     alloc: int | None = None
     wanted: dict[str, Any] = field(default_factory=dict)
@@ -148,7 +148,7 @@ def _load(job: Job, file: ModelFile, settings: Settings, progress: Progress) -> 
         "identity": file.identity(),
     }
     chosen = asdict(settings) | {"context": engine.context, "prefill_chunk": engine.prefill_chunk}
-    chosen |= {"quality": job.quality, "expert_layout": engine.expert_layout}
+    chosen |= {"quality": bool(engine.config.quality), "expert_layout": engine.expert_layout}
     chosen |= {"prompt": str(job.prompt or job.chat or "random tokens")}
     bandwidth = meter.copy_bandwidth()
     parts = _traffic(engine, file).parts()

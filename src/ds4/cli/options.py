@@ -63,7 +63,7 @@ class Options:
     prefill_chunk: int | None = None
     device: str = "auto"
     sessions: int | None = None
-    quality: bool = False
+    quality: bool | None = None
     expert_layout: Layout = "b"
     warmup: bool = True
     temperature: float = 1.0
@@ -291,8 +291,8 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
             f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
         )
     _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", whole(1))
-    quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
-    _flag(group, "--quality", quality)
+    quality = "compute in float32 on a CUDA device, nearly the CPU's results: slow, and usual for small models"
+    group.add_argument("--quality", action=argparse.BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
     _flag(group, "--expert-layout NAME", layout, expert_layout, "b")
     _flag(group, "--no-warmup", "on a CUDA device compile kernels when they are first needed, not at the start")

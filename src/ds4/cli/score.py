@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -41,7 +42,8 @@ def build_parser() -> Parser:
     parser.add_argument("-t", "--threads", metavar="N", type=whole(1, MAX_THREADS), help="CPU threads")
     parser.add_argument("--prefill-chunk", metavar="N", type=whole(1), help="tokens evaluated in one step")
     parser.add_argument("--device", metavar="NAME", type=device_name, default="auto", help="cpu, cuda, cuda:N or auto")
-    parser.add_argument("--quality", action="store_true", help="compute in float32 on a CUDA device")
+    quality = "compute in float32 on a CUDA device (for small models)"
+    parser.add_argument("--quality", action=BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: auto, a or b (b)"
     parser.add_argument("--expert-layout", metavar="NAME", type=expert_layout, default="b", help=layout)
     parser.add_argument("--max-cases", metavar="N", type=whole(1), help="score the first N cases only")

@@ -138,7 +138,7 @@ def plan_table(
     sessions: int = 1,
     chunk: int | None = None,
     cards: Sequence[float] | None = None,
-    quality: bool = False,
+    quality: bool | None = None,
     expert_layout: ExpertLayout = "b",
 ) -> str:
     """What a model file takes on a CUDA device as text, from its header alone.
@@ -154,13 +154,14 @@ def plan_table(
             fit it.
     """
     from ds4.gguf.file import open_model
-    from ds4.model.cuda.plan import CARDS, Options, memory_plan, steps_of
+    from ds4.model.cuda.plan import CARDS, Options, is_small, memory_plan, steps_of
 
     file = open_model(path)
     if problem := _unsupported(file, file.qat_sim, "topk"):
         raise Ds4Error(f"{path}: this model runs on the CPU only: {problem}")
     if context is None:
         context = file.shape.context
+    quality = is_small(file.tensors) if quality is None else quality
     tokens, experts = steps_of(chunk, quality)[0]
     layout: Iq2Layout = "b" if expert_layout == "auto" else expert_layout
     options = Options(context, sessions, layout, tokens, experts, quality=quality)
@@ -199,7 +200,7 @@ def load_runner(
         quality=o.quality,
     )
     runner = CudaRunner.load(FileBytes(file), device, settings, progress)
-    config = replace(config, context=o.context, prefill_chunk=o.chunk, sessions=o.sessions)
+    config = replace(config, context=o.context, prefill_chunk=o.chunk, sessions=o.sessions, quality=o.quality)
     if plan.has_layouts:
         config = replace(config, expert_layout=o.layout)
     return cast(Runner, runner), config

@@ -48,8 +48,8 @@ class EngineConfig:
         threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
             second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
         quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the
-            results are nearly those of the CPU, but slow, and sessions that step together are computed one after the
-            other. The CPU always computes so.
+            results are nearly those of the CPU, and slow but for small models. None: where the weights take up to
+            256 MiB. The CPU always computes so. Of an engine that was loaded on a CUDA device: what is done.
         expert_layout: how a CUDA device holds experts of type IQ2_XXS: "b" (2.19 bits a weight), "a" (3.19 bits, a
             little faster for many sessions) or "auto": A where everything fits with it, else B. The results are the
             same. Other types, and the CPU, have one layout only. Of an engine that was loaded: the one that was taken.
@@ -61,12 +61,12 @@ class EngineConfig:
     checkpoint_interval: int = 128
     threads: int | None = None
     sessions: int | None = None
-    quality: bool = False
+    quality: bool | None = None
     expert_layout: Literal["auto", "a", "b"] = "b"
 
     def __post_init__(self) -> None:
-        if type(self.quality) is not bool:
-            raise Ds4Error(f"quality is {self.quality!r}; it must be True or False")
+        if self.quality is not None and type(self.quality) is not bool:
+            raise Ds4Error(f"quality is {self.quality!r}; it must be True, False or None")
         if self.expert_layout not in ("auto", "a", "b"):
             raise Ds4Error(f"expert_layout is {self.expert_layout!r}; use 'auto', 'a' or 'b'")
         limits: dict[str, tuple[int, int | None]] = {

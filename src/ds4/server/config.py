@@ -72,7 +72,7 @@ class ServerConfig:
         threads: CPU threads of the engine; None: PyTorch's choice.
         prefill_chunk: most prompt tokens evaluated in one step (fewer while answers are running); None: the engine's
             default.
-        quality: compute in float32 on a CUDA device (see `ds4.engine.EngineConfig`).
+        quality: compute in float32 on a CUDA device; None: for small models (see `ds4.engine.EngineConfig`).
         expert_layout: how a CUDA device holds IQ2_XXS experts: `auto`, `a` or `b` (see there).
         warmup: compile the kernels of a CUDA device before the first request.
         checkpoint_mb: MiB that the ways back into earlier positions may hold.
@@ -119,7 +119,7 @@ class ServerConfig:
     device: str = "auto"
     threads: int | None = None
     prefill_chunk: int | None = None
-    quality: bool = False
+    quality: bool | None = None
     expert_layout: Literal["auto", "a", "b"] = "b"
     warmup: bool = True
     checkpoint_mb: int = 1024
@@ -281,8 +281,8 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
         )
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
-    quality = "compute in float32 on a CUDA device: nearly the CPU's results, but slow (the CPU always does)"
-    model.add_argument("--quality", action="store_true", help=quality)
+    quality = "compute in float32 on a CUDA device, nearly the CPU's results: slow, and usual for small models"
+    model.add_argument("--quality", action=argparse.BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
     model.add_argument("--expert-layout", choices=("auto", "a", "b"), help=layout)
     cold = "on a CUDA device compile kernels when they are first needed, not at the start"

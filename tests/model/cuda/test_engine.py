@@ -20,7 +20,8 @@ from ds4.gguf import writer
 from ds4.gguf.file import ModelFile, embedded_model_path, open_model
 from ds4.gguf.shape import FLASH, Shape
 from ds4.model.cuda import plan
-from ds4.model.cuda.forward import DeviceModel, StepBuffers
+from ds4.model.cuda.exact import ExactModel
+from ds4.model.cuda.forward import Buffers, DeviceModel
 from ds4.model.cuda.pool import DeviceCache
 from ds4.model.cuda.runner import CudaRunner
 from ds4.model.cuda.sampling import TokenSampler
@@ -35,7 +36,7 @@ SHAPE = Shape(
     window=16, ratios=(4,), index_heads=2, index_dim=128, index_top_k=4,
     experts=4, experts_used=2, expert_hidden=128, route_scale=1.5, hash_layers=1, vocab=64, context=512,
 )  # fmt: skip
-CONFIG = EngineConfig(context=512, prefill_chunk=4, sessions=3)
+CONFIG = EngineConfig(context=512, prefill_chunk=4, sessions=3, quality=False)
 IDS = [5, 9, 2, 33, 60]
 ROOM = 4 << 30
 
@@ -66,6 +67,7 @@ def test_the_plan_reaches_the_runner(file: ModelFile, device: str) -> None:
     assert seen[-1][0] == seen[-1][1]
     assert (config.context, config.prefill_chunk, config.sessions) == (512, 4, 3)
     assert runner.config.limits == {4: 6}
+    assert not runner.config.quality
     engine = Engine(runner, None, config)
     assert (engine.context, engine.prefill_chunk) == (512, 4)
     sessions = [engine.session() for _ in range(3)]
@@ -73,7 +75,7 @@ def test_the_plan_reaches_the_runner(file: ModelFile, device: str) -> None:
         engine.session()
     sessions[0].close()
     engine.session()
-    open_config = load(file, device, EngineConfig())
+    open_config = load(file, device, EngineConfig(quality=False))
     assert (open_config.context, open_config.prefill_chunk, open_config.config.sessions) == (512, 4096, 8)
 
 
@@ -120,6 +122,21 @@ def test_states_on_disk_go_on_to_the_bit(file: ModelFile, device: str, tmp_path:
     assert len(fingerprints) == 3
 
 
+def test_a_small_model_computes_in_float32(file: ModelFile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is told otherwise, as a larger one does."""
+    found = {}
+    for asked in (None, True, False):
+        for small in (True, False):
+            monkeypatch.setattr(plan, "SMALL_MODEL", (256 << 20) if small else 1000)
+            engine = load(file, device, replace(CONFIG, quality=asked))
+            assert isinstance(engine.runner, CudaRunner)
+            assert isinstance(engine.runner.model, ExactModel) == engine.config.quality == engine.runner.config.quality
+            found[asked, small] = engine.config.quality
+    assert found == {(asked, small): small if asked is None else asked for asked, small in found}
+    with pytest.raises(Ds4Error, match="quality is 1; it must be True, False or None"):
+        EngineConfig(quality=1)  # type: ignore[arg-type]
+
+
 def nbytes(*held: object) -> int:
     """Bytes of all tensors in some objects, each storage once."""
     found: dict[int, int] = {}
@@ -139,15 +156,15 @@ def nbytes(*held: object) -> int:
     return sum(found.values())
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int) -> None:
+def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int, exact: bool) -> None:
     """The plan may say a little more: of sums of blocks that only some types need, and of widths that not all use."""
     weights = DeviceWeights.load(FileBytes(file), "cpu")
-    model = DeviceModel(weights, DeviceCache(SHAPE, "cpu", 1, 512))
+    model = (ExactModel if exact else DeviceModel)(weights, DeviceCache(SHAPE, "cpu", 1, 512))
     keys = model.scores.shape[1]
-    buffers = StepBuffers(model, rows)
-    own = nbytes(buffers) - nbytes(model.scores)
-    planned = plan.step_bytes(SHAPE, rows, keys) + 4 * rows * SHAPE.vocab
+    own = nbytes(model.buffers(rows)) - nbytes(model.scores)
+    planned = plan.step_bytes(SHAPE, rows, keys, exact) + 4 * rows * SHAPE.vocab
     assert own <= planned < 1.5 * own
     assert [plan.splits(n, 64) for n in plan.BUCKETS] == [splits_for(n, 64) for n in plan.BUCKETS]
 
@@ -219,7 +236,7 @@ def test_tokens_are_chosen_where_there_is_no_room_to_go_on(
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
 
-    def no_room(rows: int) -> StepBuffers:
+    def no_room(rows: int) -> Buffers:
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:

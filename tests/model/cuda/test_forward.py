@@ -217,12 +217,13 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the launches are left out, which the interpreter allows")
-def test_a_step_only_launches(weights: DeviceWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quality", [False, True])
+def test_a_step_only_launches(weights: DeviceWeights, monkeypatch: pytest.MonkeyPatch, quality: bool) -> None:
     """Beside kernels there are only views: nothing that allocates or waits, so a step can be captured."""
     from triton.runtime.interpreter import GridExecutor
 
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
-    model = CudaRunner(weights, CONFIG).model
+    model = CudaRunner(weights, replace(CONFIG, quality=quality)).model
     for rows in (1, 16):
         buffers = model.buffers(rows)
         with Recorder() as recorder:

@@ -24,6 +24,7 @@ from ds4.model.cuda.plan import (
     bucket,
     checkpoint_sizes,
     fit,
+    is_small,
     key_bytes,
     memory_plan,
     plan_memory,
@@ -168,14 +169,31 @@ def test_quality_takes_floats():
     base, found = plan(), plan(quality=True)
     assert item(found, "a dense matrix in float32") == 2 * item(base, "a dense matrix in bf16")
     assert item(base, "activations") < item(found, "activations") < 2 * item(base, "activations")
+    # Only pieces of a prompt that go through steps need those of all sizes.
     assert item(found, "activations of steps") < item(base, "activations of steps")
-    assert item(found, "CUDA graphs") == 0
+    assert item(plan(quality=True, sessions=64), "activations of steps") > item(base, "activations of steps")
+    assert item(found, "CUDA graphs") > item(base, "CUDA graphs")
     assert item(plan(TINY, quality=True), "a dense matrix") >= 4 * min(TINY.vocab, VOCABULARY_ROWS) * TINY.hidden
     fast = fit(FLASH, tensors_of(FLASH, Q2), 141 * GIB, context=32768)
     exact = fit(FLASH, tensors_of(FLASH, Q2), 141 * GIB, context=32768, quality=True)
     assert (exact.options.chunk, exact.options.experts_at_once) == (2048, 32)
     assert exact.options.quality
     assert exact.bytes_of("scratch of prefill") < fast.bytes_of("scratch of prefill") + 4 * 32 * 2 * 2048 * 4096
+
+
+def test_small_models_take_floats_if_nobody_says():
+    tensors = open_model(embedded_model_path()).tensors
+    assert is_small(tensors)
+    assert not is_small(tensors_of(FLASH, Q2))
+    # Experts that all layers share are there once.
+    middle = replace(TINY, expert_hidden=2048, layers=12, ratios=TINY.ratios * 2, experts=64)
+    assert is_small(tensors_of(middle, MXFP4, sets=1))
+    assert not is_small(tensors_of(middle, MXFP4))
+    for quality in (None, True, False):
+        found = fit(TINY, tensors, 1 << 40, quality=quality).options
+        assert found.quality == (quality is not False)
+        assert found.chunk == (2048 if found.quality else 4096)
+    assert not fit(FLASH, tensors_of(FLASH, Q2), 1 << 40).options.quality
 
 
 def test_flash_on_cards():

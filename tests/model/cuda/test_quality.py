@@ -89,7 +89,27 @@ def test_an_item_does_not_depend_on_the_batch(weights: DeviceWeights) -> None:
     assert torch.equal(found[1][0], expected)
     assert found[2] is not None
     assert [state.length for state in (alone, together, other, longer)] == [6, 6, 1, 3]
-    assert not runner.model._buffers  # they are for steps of decode
+
+
+def test_a_row_does_not_depend_on_the_size_of_a_step(weights: DeviceWeights) -> None:
+    """More rows than hyper-connections and products multiply one by one where they may."""
+    runner = CudaRunner(weights, replace(CONFIG, slots=12))
+    start = runner.new_state()
+    runner.evaluate([(start, IDS[:18])], ["none"], None, None)
+    others = [runner.new_state() for _ in range(9)]
+    forks = [start.fork() for _ in range(2)]
+    alone = runner.evaluate([(start, [7])], ["last"], None, None)[0]
+    pair = runner.evaluate([(others[0], [5]), (forks[0], [7])], ["none", "last"], None, None)[1]
+    batch = [(state, [i]) for i, state in enumerate(others)]
+    many = runner.evaluate([*batch, (forks[1], [7])], ["none"] * 9 + ["last"], None, None)[9]
+    assert sorted(runner.model._buffers) == [1, 2, 16]
+    assert alone is not None
+    for found in (pair, many):
+        assert found is not None
+        assert torch.equal(found, alone)
+    # What it stored is the same, too.
+    again = [runner.evaluate([(state, [3])], ["last"], None, None)[0] for state in (start, *forks)]
+    assert all(torch.equal(logits, again[0]) for logits in again[1:])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])

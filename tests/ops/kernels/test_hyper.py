@@ -92,6 +92,31 @@ def test_company_changes_nothing(device):
             assert np.array_equal(mine[0], theirs[place])
 
 
+def test_many_rows_that_are_alone(device):
+    """A row's bits do not depend on how many there are; left to themselves, so many would be multiplied together."""
+    rows, hidden = 12, HIDDEN[-1]
+    x, w, head = randn(rows, 4, hidden, seed=9).to(device), weights(hidden, 24, device), weights(hidden, 4, device)
+    update = an_update(rows, hidden, device, None, False)
+
+    def results(part: slice, alone: bool = True) -> list[np.ndarray]:
+        old, n = x[part], len(x[part])
+        # Coefficients are read and written.
+        mine = [replace(update, y=update.y[part], target=torch.empty_like(old)) for _ in range(2)]
+        mine = [replace(u, coefficients=update.coefficients[part].clone()) for u in mine]
+        found = [torch.empty(n, hidden, device=device) for _ in range(2)]
+        scratch = partials(n, hidden, device)
+        hc_pre(old, w, scratch, mine[0].coefficients, normed=found[0], update=mine[0], alone=alone)
+        hc_collapse(old, head, scratch, normed=found[1], update=mine[1], alone=alone)
+        return [bits(t.reshape(n, -1)) for t in (*found, *(u.target for u in mine), mine[0].coefficients)]
+
+    together = results(slice(None))
+    for row in (0, 7, rows - 1):
+        for mine, theirs in zip(results(slice(row, row + 1)), together, strict=True):
+            assert np.array_equal(mine[0], theirs[row])
+    others = results(slice(None), alone=False)
+    assert not all(np.array_equal(a, b) for a, b in zip(together, others, strict=True))
+
+
 FORMS = [(None, False), (6, True), (7, False)]
 
 

@@ -100,58 +100,69 @@ class Turns:
         return self.back.shape[0]
 
 
-class StepBuffers:
-    """All that a step of `rows` rows works in."""
+class Buffers:
+    """What every way of computing a step of `rows` rows works in."""
 
     def __init__(self, model: DeviceModel, rows: int) -> None:
         s, device = model.shape, model.device
-        self.rows = rows
-
-        def floats(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            # Zeros: places of padding rows are read without ever having been written.
-            return torch.zeros(size, dtype=dtype, device=device)
-
+        self.rows, self.device = rows, device
         top, wide = s.experts_used, s.heads * s.head_dim
-        indexed = s.sparse_ratio in s.ratios
-        index_wide = s.index_heads * s.index_dim if indexed else 0
+        self.indexed = s.sparse_ratio in s.ratios
+        index_wide = s.index_heads * s.index_dim if self.indexed else 0
         side = max((layer.side.n for layer in model.weights.layers if layer.side is not None), default=0)
-        sums = any(layer.gate.FORMAT in ("q2_k", "q4_k") for layer in model.weights.layers)
-        down_sums = any(layer.down.FORMAT in ("q2_k", "q4_k") for layer in model.weights.layers)
         self.inputs = torch.full((3, rows), -1, dtype=torch.int32, device=device)
         self.positions, self.slots, self.ids = self.inputs
-        self.turns = floats(model.turns.kinds, rows, 2, s.rope_dim // 2)
-        self.streams = floats(2, rows, s.hc_streams, s.hidden)
-        self.coefficients = floats(rows, COEFFICIENTS)
-        self.partials = floats(partial_floats(rows, s.hidden))
-        self.x = floats(rows, s.hidden)
-        self.ffn_x8 = Quantised.allocate(rows, s.hidden, device, words=True, lanes=True, sums=sums)
-        self.x8 = Quantised(self.ffn_x8.scales, self.ffn_x8.words)
-        self.qkv = floats(rows, s.q_lora_rank + s.head_dim)
-        self.side = floats(rows, max(side, 1))
-        self.qr = floats(rows, s.q_lora_rank)
-        self.qr8 = Quantised.allocate(rows, s.q_lora_rank, device)
-        self.q = floats(rows, wide + index_wide)
-        self.index_x = floats(rows, max(index_wide, 1))
-        self.ready_q = floats(rows, s.heads, s.head_dim, dtype=torch.float16)
-        if indexed:
-            self.index_q = floats(rows, s.index_heads, s.index_dim, dtype=torch.bfloat16)
+        self.turns = self.take(model.turns.kinds, rows, 2, s.rope_dim // 2)
+        self.streams = self.take(2, rows, s.hc_streams, s.hidden)
+        self.coefficients = self.take(rows, COEFFICIENTS)
+        self.partials = self.take(partial_floats(rows, s.hidden))
+        self.x = self.take(rows, s.hidden)
+        self.qkv = self.take(rows, s.q_lora_rank + s.head_dim)
+        self.side = self.take(rows, max(side, 1))
+        self.qr = self.take(rows, s.q_lora_rank)
+        self.q = self.take(rows, wide + index_wide)
+        self.index_x = self.take(rows, max(index_wide, 1))
+        self.ready_q = self.take(rows, s.heads, s.head_dim, dtype=self.ready)
+        if self.indexed:
+            self.index_q = self.take(rows, s.index_heads, s.index_dim, dtype=torch.bfloat16)
             self.scores = model.scores[:rows]
             self.chosen_rows = torch.full((rows, s.index_top_k), -1, dtype=torch.int32, device=device)
             self.select_scratch = select_scratch(rows, self.scores.shape[1], s.index_top_k, device)
+        self.low = self.take(rows, s.o_groups * s.o_lora_rank)
+        self.y = self.take(rows, s.hidden)
+        self.logits = self.take(rows, s.experts)
+        self.chosen = torch.full((rows, top), -1, dtype=torch.int32, device=device)
+        self.weights = self.take(rows, top)
+        self.out = self.take(rows, top + 1, s.hidden)
+        self.token_logits = self.take(rows, s.vocab)
+
+    ready = torch.float16
+    """What queries that are made ready for the attention are."""
+
+    def take(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        # Zeros: places of padding rows are read without ever having been written.
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+
+class StepBuffers(Buffers):
+    """All that a step works in whose matrices take bytes."""
+
+    def __init__(self, model: DeviceModel, rows: int) -> None:
+        super().__init__(model, rows)
+        s, device, layers = model.shape, model.device, model.weights.layers
+        top, wide = s.experts_used, s.heads * s.head_dim
+        sums = any(layer.gate.FORMAT in ("q2_k", "q4_k") for layer in layers)
+        down_sums = any(layer.down.FORMAT in ("q2_k", "q4_k") for layer in layers)
+        self.ffn_x8 = Quantised.allocate(rows, s.hidden, device, words=True, lanes=True, sums=sums)
+        self.x8 = Quantised(self.ffn_x8.scales, self.ffn_x8.words)
+        self.qr8 = Quantised.allocate(rows, s.q_lora_rank, device)
         self.parts = Parts.allocate(rows, splits_for(rows, s.heads), s.heads, s.head_dim, device)
         self.heads8 = Quantised.allocate(rows, wide, device)
-        self.low = floats(rows, s.o_groups * s.o_lora_rank)
         self.low8 = Quantised.allocate(rows, s.o_groups * s.o_lora_rank, device)
-        self.y = floats(rows, s.hidden)
-        self.logits = floats(rows, s.experts)
-        self.chosen = torch.full((rows, top), -1, dtype=torch.int32, device=device)
-        self.weights = floats(rows, top)
-        self.gate_up = floats(rows, 2 * s.expert_hidden)
-        self.h = floats(rows * top, s.expert_hidden)
+        self.gate_up = self.take(rows, 2 * s.expert_hidden)
+        self.h = self.take(rows * top, s.expert_hidden)
         self.h8 = Quantised.allocate(rows * top, s.expert_hidden, device, words=False, lanes=True, sums=down_sums)
         self.shared8 = Quantised.allocate(rows, s.expert_hidden, device)
-        self.out = floats(rows, top + 1, s.hidden)
-        self.token_logits = floats(rows, s.vocab)
 
 
 class DeviceModel:
@@ -171,27 +182,32 @@ class DeviceModel:
         self.scores = torch.zeros((MAX_ROWS, max(keys, 1)), device=self.device)
         self._zeros = torch.zeros(MAX_ROWS, dtype=torch.int32, device=self.device)
         self._scratch_ring = RowPlanes.allocate(1, MAX_ROWS + s.window - 1, head_dim=s.head_dim, device=self.device)
-        self._buffers: dict[int, StepBuffers] = {}
+        self._buffers: dict[int, Buffers] = {}
 
     @cached_property
     def expert_scales(self) -> list[Scales]:
         """See `DeviceWeights.expert_scales`; for pieces that are not exact."""
         return self.weights.expert_scales()
 
-    def buffers(self, rows: int) -> StepBuffers:
+    def buffers(self, rows: int) -> Buffers:
         """The buffers of the smallest bucket that takes so many rows."""
         bucket = next(b for b in BUCKETS if b >= rows)
         if bucket not in self._buffers:
-            self._buffers[bucket] = StepBuffers(self, bucket)
+            self._buffers[bucket] = self._allocate(bucket)
         return self._buffers[bucket]
 
-    def decode(self, b: StepBuffers) -> None:
+    def _allocate(self, rows: int) -> Buffers:
+        return StepBuffers(self, rows)
+
+    def decode(self, b: Buffers) -> None:
         """One token of each row's sequence; the rows' logits are in `b.token_logits` then."""
+        assert isinstance(b, StepBuffers)
         with overlapping(b.rows <= OVERLAP_ROWS):
             self._step(b, chunk=False)
 
-    def short_chunk(self, b: StepBuffers) -> None:
+    def short_chunk(self, b: Buffers) -> None:
         """Consecutive tokens of one sequence, padding at the end; logits as for `decode`."""
+        assert isinstance(b, StepBuffers)
         self._step(b, chunk=True)
 
     def _step(self, b: StepBuffers, chunk: bool) -> None:
@@ -239,16 +255,7 @@ class DeviceModel:
         else:
             self._store_step(number, w, b, kv, q[:, :wide], index_x, compressors)
             ring = kv_cache.ring
-        chosen = None
-        if s.has_indexer(number):
-            assert kv_cache.table is not None
-            assert weight is not None
-            index_scores(
-                b.index_q, weight, index_scale(s), b.positions, b.slots, kv_cache.table, kv_cache.keys(), ratio,
-                s.index_top_k, b.scores, splits=self._score_splits(b.rows), queries=QUERY_TILE if chunk else 0,
-            )  # fmt: skip
-            select_rows(b.scores, b.positions, ratio, s.index_top_k, b.chosen_rows, b.select_scratch)
-            chosen = b.chosen_rows
+        chosen = None if weight is None else self._choose(number, b, weight, chunk)
         attention(
             b.ready_q.view(b.rows, wide), turn, s.rms_eps, w.sinks, b.positions, b.slots, ring,
             kv_cache.rows(ratio, chosen), None, b.parts, b.heads8,
@@ -258,6 +265,17 @@ class DeviceModel:
         quantise(b.low, b.low8)
         gemv(w.output_b, b.low8, b.y)
 
+    def _choose(self, number: int, b: Buffers, weight: Tensor, chunk: bool = False) -> Tensor:
+        """The compressed rows of each row's token, by what is in `b.index_q` and the weights of its heads."""
+        s, ratio, kv_cache = self.shape, self.shape.ratios[number], self.layer_caches[number]
+        assert kv_cache.table is not None
+        index_scores(
+            b.index_q, weight, index_scale(s), b.positions, b.slots, kv_cache.table, kv_cache.keys(), ratio,
+            s.index_top_k, b.scores, splits=self._score_splits(b.rows), queries=QUERY_TILE if chunk else 0,
+        )  # fmt: skip
+        select_rows(b.scores, b.positions, ratio, s.index_top_k, b.chosen_rows, b.select_scratch)
+        return b.chosen_rows
+
     def _score_splits(self, rows: int) -> int:
         """Programs that share a row's keys: enough for the whole device, not more than there are tiles of keys."""
         return max(1, min(512 // rows, self.scores.shape[1] // 64))
@@ -266,7 +284,7 @@ class DeviceModel:
         self,
         number: int,
         w: DeviceLayer,
-        b: StepBuffers,
+        b: Buffers,
         kv: Tensor,
         q: Tensor,
         index_x: Tensor,

@@ -31,6 +31,11 @@ MAX_SESSIONS = 1024
 DEFAULT_SESSIONS = 8
 VOCABULARY_ROWS = 8192
 """Rows of the vocabulary matrix that are decoded at once with `quality`."""
+EXACT_SPLITS = 16
+"""Programs that share the rows of a token in an exact step, however many tokens there are."""
+SMALL_MODEL = 256 << 20
+"""Bytes of weights up to which steps are exact unless it is said otherwise: to read them takes less time than to launch
+what reads them, so that nothing is won by rounding."""
 PIECE_RING = 8192
 """Rows of the window ring of a long piece, if they are enough. Kernels are compiled for this number, so it is not the
 piece's."""
@@ -40,7 +45,7 @@ _USABLE = 0.985
 _SLACK = 17  # rows and tokens that rings hold beyond window and block, for cutting without a checkpoint
 _CONTEXT = 700 << 20  # the CUDA context, code of kernels, workspaces of libraries: an estimate
 _NODE = 16 << 10  # a kernel in a graph, an estimate
-_NODES = 21  # kernels of a layer in a graph
+_NODES, _EXACT_NODES = 21, 27  # kernels of a layer in a graph, at most
 SCORE_BYTES = 512 << 20
 """Index scores that a long piece holds at once, in bytes."""
 SCORE_QUERIES = 32
@@ -68,7 +73,7 @@ class Options:
         chunk: tokens of a prefill step.
         experts_at_once: with `quality`, experts whose matrices are decoded at once in prefill.
         checkpoint_bytes: what the ways back into earlier positions may hold, in host memory.
-        quality: matrices and activations are float32, and every step is one of prefill.
+        quality: matrices and activations are float32.
     """
 
     context: int
@@ -204,11 +209,12 @@ def fit(
     chunk: int | None = None,
     layout: ExpertLayout = "auto",
     checkpoint_bytes: int = GIB,
-    quality: bool = False,
+    quality: bool | None = None,
 ) -> MemoryPlan:
     """The plan for a card with `room` free bytes: what is None becomes the most that fits, up to its default.
 
-    The defaults: the model's context, `DEFAULT_SESSIONS` sessions, and chunks of 4,096 tokens, 2,048 with `quality`.
+    The defaults: the model's context, `DEFAULT_SESSIONS` sessions, `quality` for a model that `is_small`, and chunks of
+    4,096 tokens, 2,048 with `quality`.
     Smaller chunks are taken only if nothing else helps, fewer sessions only if the context has been given or is too
     small otherwise. A context that is made smaller leaves a little. Layout "auto" makes nothing smaller: it is A where
     what would be planned with B fits with A too.
@@ -217,6 +223,7 @@ def fit(
         Ds4Error: what is wanted does not fit; with advice.
     """
     least_layout: Iq2Layout = "b" if layout == "auto" else layout
+    quality = is_small(tensors) if quality is None else quality
     most = min(context or shape.context, shape.context)
     counts = [DEFAULT_SESSIONS, 4, 2, 1] if sessions is None else [sessions]
     plans = [
@@ -234,6 +241,11 @@ def fit(
                 return plan.fastest(room) if layout == "auto" else plan
     plans[0].check(room)
     raise AssertionError("a plan that fits was not taken")
+
+
+def is_small(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a file's weights are at most `SMALL_MODEL`."""
+    return sum({info.offset: weight_bytes(info, "b") for info in tensors.values()}.values()) <= SMALL_MODEL
 
 
 def steps_of(chunk: int | None, quality: bool) -> list[tuple[int, int]]:
@@ -447,8 +459,8 @@ def _quantised(k: int, planes: int = 1, sums: bool = False) -> int:
     return k // 128 * 4 + planes * k + (k // 128 * 16 if sums else 0)
 
 
-def step_bytes(shape: Shape, rows: int, keys: int) -> int:
-    """What `ds4.model.cuda.forward.StepBuffers` takes for so many rows, at most; without the logits."""
+def step_bytes(shape: Shape, rows: int, keys: int, exact: bool = False) -> int:
+    """What `StepBuffers` or `ExactBuffers` of `ds4.model.cuda` takes for so many rows, at most; without the logits."""
     s, top, wide = shape, shape.experts_used, shape.heads * shape.head_dim
     indexed = s.sparse_ratio in s.ratios
     index = s.index_heads * s.index_dim if indexed else 0
@@ -456,19 +468,22 @@ def step_bytes(shape: Shape, rows: int, keys: int) -> int:
     for ratio, _, channels in _compressors(s):
         per_layer[ratio] = per_layer.get(ratio, 0) + 2 * channels
     side = max((n // s.ratios.count(r) for r, n in per_layer.items()), default=0) + s.index_heads
-    kinds = 2 + len(_ratios(s))
+    kinds, low = 2 + len(_ratios(s)), s.o_groups * s.o_lora_rank
     partials = 32 * min(128, s.hidden // 32)
     row = 12 + 4 * kinds * s.rope_dim + 4 * (2 * s.hc_streams * s.hidden + 24 + partials + 2 * s.hidden)
-    row += _quantised(s.hidden, 2, True) + 4 * (s.q_lora_rank + s.head_dim + side + s.q_lora_rank)
-    row += _quantised(s.q_lora_rank) + 4 * (wide + index) + 4 * max(index, 1) + 2 * wide
+    row += 4 * (s.q_lora_rank + s.head_dim + side + s.q_lora_rank) + 4 * (wide + index) + 4 * max(index, 1)
     if indexed:
         row += 2 * index + 4 * s.index_top_k
         row += 8 * s.index_top_k * -(-keys // _SELECT_BLOCK) if keys > _SELECT_BLOCK else 0
-    row += splits(rows, s.heads) * s.heads * 4 * (s.head_dim + 2) + _quantised(wide)
-    low = s.o_groups * s.o_lora_rank
-    row += 4 * low + _quantised(low) + 4 * s.experts + 8 * top + 8 * s.expert_hidden
-    row += top * (4 * s.expert_hidden + _quantised(s.expert_hidden, 1, True)) + _quantised(s.expert_hidden)
-    return rows * (row + 4 * (top + 1) * s.hidden)
+    row += 4 * low + 4 * s.experts + 8 * top + 4 * (top + 1) * s.hidden
+    row += (EXACT_SPLITS if exact else splits(rows, s.heads)) * s.heads * 4 * (s.head_dim + 2)
+    if exact:  # queries that are ready, what the heads give, and gate, up and hidden values
+        row += 8 * wide + 12 * (top + 1) * s.expert_hidden
+    else:
+        row += 2 * wide + _quantised(wide) + _quantised(s.hidden, 2, True) + _quantised(s.q_lora_rank) + _quantised(low)
+        row += top * (4 * s.expert_hidden + _quantised(s.expert_hidden, 1, True))
+        row += 8 * s.expert_hidden + _quantised(s.expert_hidden)
+    return rows * row
 
 
 def sampling_bytes(shape: Shape, rows: int) -> int:
@@ -481,20 +496,19 @@ def sampling_bytes(shape: Shape, rows: int) -> int:
 def _decode(shape: Shape, options: Options) -> list[Item]:
     s, rows = shape, bucket(options.sessions)
     keys = _paged(options.context, s.sparse_ratio) if s.sparse_ratio in s.ratios else 1
-    # Short pieces of a prompt go through steps of every size, however few sessions there are.
-    every, scratch = sum(BUCKETS), sum(step_bytes(s, b, keys) for b in BUCKETS)
-    ring = (BUCKETS[-1] + s.window) * row_bytes(s)
     graphs = [b for b in BUCKETS if b <= rows]
+    # Short pieces of a prompt go through steps of every size, however few sessions there are; exact ones do not.
+    sizes = graphs if options.quality else BUCKETS
+    every, scratch = sum(sizes), sum(step_bytes(s, b, keys, options.quality) for b in sizes)
+    ring = (BUCKETS[-1] + s.window) * row_bytes(s)
     steps = ", ".join(map(str, graphs))
-    nodes = len(graphs) * (s.layers * _NODES + 32)
-    if options.quality:  # one row at a time, in the scratch of prefill
-        every, scratch, nodes, steps = 1, 0, 0, "no"
+    nodes = len(graphs) * (s.layers * (_EXACT_NODES if options.quality else _NODES) + 32)
     part = "decode and the runtime"
     return [
         Item(part, "logits", every * 4 * s.vocab, f"{every} rows x {s.vocab:,}, of steps of all sizes"),
         Item(part, "logits of sessions", options.sessions * 4 * s.vocab, "from which their next tokens are chosen"),
         Item(part, "sampling", sampling_bytes(s, rows), f"{rows} rows"),
-        Item(part, "activations of steps", scratch + ring, f"of 1 to {BUCKETS[-1]} rows"),
+        Item(part, "activations of steps", scratch + ring, f"of 1 to {sizes[-1]} rows"),
         Item(part, "index scores", 4 * BUCKETS[-1] * keys, f"{BUCKETS[-1]} rows x {keys:,} keys"),
         Item(part, "states on their way to disk", MOST_LANES * LANE_BYTES, "counted without --kv-disk-dir as well"),
         Item(part, "CUDA graphs", nodes * _NODE, f"estimate: steps of {steps} rows, {nodes:,} kernels"),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ds4 import ops
 from ds4.errors import Ds4Error
-from ds4.model.cuda.forward import MAX_ROWS, DeviceModel, StepBuffers
+from ds4.model.cuda.exact import ExactModel
+from ds4.model.cuda.forward import MAX_ROWS, Buffers, DeviceModel
 from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
@@ -47,7 +48,8 @@ class RunnerConfig:
         layout: of IQ2_XXS experts.
         graphs: capture decode steps; None: where the device is a CUDA one.
         limits: ratio -> pages of its pool, taken at the start; all that the slots can fill where one is missing.
-        quality: every step in float32, one sequence after the other, as far as the weights allow; slow.
+        quality: every step in float32, as far as the weights allow: what an item of a batch gives does not depend on
+            the others then.
     """
 
     context: int | None = None
@@ -77,7 +79,7 @@ class CudaRunner:
         context = min(config.context or shape.context, shape.context)
         self.shape = replace(shape, context=context)
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
-        self.model = DeviceModel(weights, cache)
+        self.model = (ExactModel if config.quality else DeviceModel)(weights, cache)
         if not config.quality:
             _ = self.model.expert_scales  # refuses what is damaged now, not amid a prompt
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
@@ -136,9 +138,8 @@ class CudaRunner:
     ) -> list[Tensor | None]:
         """See `ds4.engine.Runner`; logits are on the host, those of "keep" on the device.
 
-        Items of one token are decoded together, the others go piece by piece; with `RunnerConfig.quality` all do, so
-        that what an item gives does not depend on the others. With a tap every piece, short ones too, takes the way of
-        long ones. If the step breaks off, its states can only go back to a checkpoint.
+        Items of one token are decoded together, the others go piece by piece. With a tap every piece, short ones too,
+        takes the way of long ones. If the step breaks off, its states can only go back to a checkpoint.
 
         Raises:
             Ds4Error: the KV pools have no room, in which case nothing is lost; edits, or other taps than
@@ -152,7 +153,7 @@ class CudaRunner:
                 state.prepare(len(ids))
         results: list[Tensor | None] = [None] * len(batch)
         ahead, self._ahead = self._ahead, None
-        decodes = energy is None and not self.config.quality
+        decodes = energy is None
         single = [i for i, (_, ids) in enumerate(batch) if len(ids) == 1 and decodes]
         try:
             with _on(self.model.device):
@@ -183,7 +184,7 @@ class CudaRunner:
         self._step(buffers)
         _hand_out(buffers, dict(enumerate(items)), batch, wanted, results)
 
-    def _step(self, buffers: StepBuffers) -> None:
+    def _step(self, buffers: Buffers) -> None:
         if not self._capture:
             self.model.decode(buffers)
             return
@@ -208,7 +209,7 @@ class CudaRunner:
         """
         self._ahead = begun = None
         states = [draw.state for draw in draws]
-        alone = not self.config.quality and len(draws) <= self._tokens.rows and None not in states
+        alone = len(draws) <= self._tokens.rows and None not in states
 
         def go_on(tokens: Tensor) -> None:
             nonlocal begun
@@ -220,7 +221,7 @@ class CudaRunner:
             self._ahead = _Ahead(begun, [(state, state.version) for state in states], [token for token, _ in chosen])
         return chosen
 
-    def _run_ahead(self, states: list[DeviceState], tokens: Tensor) -> StepBuffers | None:
+    def _run_ahead(self, states: list[DeviceState], tokens: Tensor) -> Buffers | None:
         if len({state.slot for state in states}) < len(states):
             return None
         try:
@@ -255,7 +256,7 @@ class CudaRunner:
         _hand_out(ahead.buffers, rows, batch, wanted, results)
         return [i for i in single if i not in rows.values()]
 
-    def _graph(self, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
+    def _graph(self, buffers: Buffers) -> torch.cuda.CUDAGraph:
         """The captured step of a bucket; the first time it is compiled and captured over rows of padding."""
         graph = self._graphs.get(buffers.rows)
         if graph is None:
@@ -293,8 +294,8 @@ class CudaRunner:
     def _warm_up(self) -> list[Callable[[], object]]:
         c, context = self.config, self.shape.context
         work: list[Callable[[], object]] = []
+        work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
         if not c.quality:
-            work += [partial(self._warm_step, rows) for rows in BUCKETS if rows <= bucket(c.slots)]
             work += [partial(self._warm_short, rows) for rows in BUCKETS if rows <= bucket(c.short)]
         work += self._tokens.warm_up()
         s, least, most = self.shape, 1 if c.quality else c.short + 1, min(c.chunk, context)
@@ -398,13 +399,13 @@ class _Ahead:
         tokens: of its rows.
     """
 
-    buffers: StepBuffers
+    buffers: Buffers
     states: list[tuple[DeviceState, int]]
     tokens: list[int]
 
 
 def _hand_out(
-    buffers: StepBuffers,
+    buffers: Buffers,
     rows: Mapping[int, int],
     batch: Sequence[tuple[DeviceState, list[int]]],
     wanted: Sequence[Wanted],
@@ -422,7 +423,7 @@ def _hand_out(
             results[i] = host[row] if wanted[i] == "last" else host[row : row + 1]
 
 
-def _fill(buffers: StepBuffers, rows: Sequence[tuple[int, int, int]]) -> None:
+def _fill(buffers: Buffers, rows: Sequence[tuple[int, int, int]]) -> None:
     """Position, slot and token of each row; the others are padding."""
     padding = (-1, 0, 0)
     columns = [*rows, *[padding] * (buffers.rows - len(rows))]

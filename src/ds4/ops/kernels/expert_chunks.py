@@ -99,6 +99,21 @@ def chunk_bytes(FORMAT: tl.constexpr, chunk, lut, u, j, k, gain, ASM: tl.constex
         return low, high, exponent_scale(chunk[1] >> (8 * j), 0) * gain, 0.0
 
 
+@triton.jit
+def chunk_values(FORMAT: tl.constexpr, p0, p1, p2, p3, table, lut, R, u, j, k, U: tl.constexpr, ASM: tl.constexpr):
+    """The weights of chunks, as float32 with an axis of eight at the end. R, u, j and k are tensors of equal axes, or
+    scalars; of IQ2_XXS, u, j and k have the axes of all."""
+    words = load_chunk(FORMAT, p0, p1, p2, p3, R, u, j // 2, j, k, U)
+    if FORMAT == "iq2_xxs_b":
+        words = (tl.load(table + ((words[0] >> (8 * k)) & 255)), words[1], words[2], words[3])
+    low, high, scale, least = chunk_bytes(FORMAT, words, lut, u, j, k, 1.0, ASM)
+    both = tl.expand_dims(tl.join(low, high), -1) << (24 - 8 * tl.arange(0, 4))
+    values = tl.reshape(both >> 24, low.shape + [8]).to(tl.float32) * tl.expand_dims(scale, -1)
+    if FORMAT == "q2_k" or FORMAT == "q4_k":
+        values = values - tl.expand_dims(least, -1)
+    return values
+
+
 def _halves(first: str, low: str, high: str, scale: str, excess: str, last: str) -> tl.constexpr:
     """Instructions that make eight float16 ($0 to $7) of two words of bytes.
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds4.ops.kernels.expert_chunks import chunk_bytes, load_chunk
+from ds4.ops.kernels.expert_chunks import chunk_values
 from ds4.ops.kernels.expert_formats import load_table
 from ds4.ops.kernels.expert_programs import advance
 from ds4.ops.kernels.experts import pointers
@@ -57,14 +57,7 @@ def _dequantise_kernel(
     k = c % 4
     at = out + (matrix.to(tl.int64) * N + row) * K + (c[:, None] * 8 + tl.arange(0, 8)[None, :])
     for step in tl.static_range(STEPS):
-        words = load_chunk(FORMAT, q0, q1, q2, q3, step, u, j // 2, j, k, U)
-        if FORMAT == "iq2_xxs_b":
-            words = (tl.load(table + ((words[0] >> (8 * k)) & 255)), words[1], words[2], words[3])
-        low, high, scale, least = chunk_bytes(FORMAT, words, lut, u, j, k, 1.0, ASM)
-        bytes = tl.join(low, high)[:, :, None] << (24 - 8 * tl.arange(0, 4))[None, None, :]
-        values = tl.reshape((bytes >> 24).to(tl.float32), [L, 8]) * scale[:, None]
-        if FORMAT == "q2_k" or FORMAT == "q4_k":
-            values = values - least[:, None]
+        values = chunk_values(FORMAT, q0, q1, q2, q3, table, lut, step, u, j, k, U, ASM)
         tl.store(at + step * K, values.to(out.dtype.element_ty))
 
 

@@ -297,12 +297,12 @@ class _Cut:
     splits: int
 
 
-def _cut(rows: int, hidden: int) -> _Cut:
-    power = hidden & -hidden
+def _cut(rows: int, hidden: int, alone: bool = False) -> _Cut:
+    power, few = hidden & -hidden, alone or rows <= FEW_ROWS
     if rows <= 64:
-        channels = min(power, 32 if hidden <= 4096 or rows > FEW_ROWS else 64)
+        channels = min(power, 32 if hidden <= 4096 or not few else 64)
         steps = 2 if hidden // channels > 128 and hidden // channels % 2 == 0 else 1
-        return _Cut(1 if rows <= FEW_ROWS else 16, channels, steps, hidden // channels // steps)
+        return _Cut(1 if few else 16, channels, steps, hidden // channels // steps)
     channels = 16
     chunks, splits, programs = hidden // channels, 1, triton.cdiv(rows, 64)
     while programs * splits < 512 and splits < 64 and chunks % (2 * splits) == 0:
@@ -344,9 +344,10 @@ def _launch_streams(
     update: Update | None,
     weights: HyperWeights | None,
     partials: Tensor | None,
+    alone: bool = False,
 ) -> _Cut:
     hidden = _check(streams, rows, update)
-    cut = _cut(rows, hidden)
+    cut = _cut(rows, hidden, alone)
     if partials is not None and partials.numel() < rows * cut.splits * _WIDTH:
         raise ValueError(f"{partials.numel()} floats of scratch, {rows * cut.splits * _WIDTH} are needed")
     y = streams if update is None else update.y
@@ -408,7 +409,7 @@ def _launch_finish(
     block = triton.next_power_of_2(units)
     head = coefficients is None
     # Enough rows side by side to fill the lanes, as many as their sums leave room for.
-    together = 1 if rows <= FEW_ROWS else max(1, min(32, 128 // triton.next_power_of_2(cut.splits)))
+    together = 1 if cut.rows == 1 else max(1, min(32, 128 // triton.next_power_of_2(cut.splits)))
     parts = (None, None, None) if out is None else (out.words, out.lanes, out.sums)
     _finish_kernel[(rows if head else rows + triton.cdiv(rows, together),)](
         streams,
@@ -453,6 +454,7 @@ def hc_pre(
     normed: Tensor | None = None,
     update: Update | None = None,
     constants: Constants = Constants(),
+    alone: bool = False,
 ) -> None:
     """`ops.hc_post` of the sublayer before, if there is one, then `ops.hc_pre` and `ops.rms_norm` of the next.
 
@@ -462,13 +464,14 @@ def hc_pre(
         coefficients: float32 [rows, 24], takes what the next update needs; may be the update's own.
         out: takes the normalised input quantised, or None.
         normed: [rows, hidden] of any float dtype, takes it as it is, or None.
+        alone: each of up to 64 rows is multiplied by itself, so that its bits do not depend on how many there are.
     """
     rows = streams.shape[0]
     if weights.fn.shape != (COEFFICIENTS, STREAMS * streams.shape[2]) or not weights.fn.is_contiguous():
         raise ValueError(f"expected fn [{COEFFICIENTS}, {STREAMS * streams.shape[2]}], got {list(weights.fn.shape)}")
     if coefficients.shape != (rows, COEFFICIENTS) or not coefficients.is_contiguous():
         raise ValueError(f"expected coefficients [{rows}, {COEFFICIENTS}], got {list(coefficients.shape)}")
-    cut = _launch_streams(streams, rows, None, update, weights, partials)
+    cut = _launch_streams(streams, rows, None, update, weights, partials, alone)
     new = streams if update is None else update.target
     _launch_finish(new, rows, None, cut, weights, partials, coefficients, constants, out, normed)
 
@@ -487,12 +490,13 @@ def hc_collapse(
     update: Update | None = None,
     wanted: Tensor | None = None,
     constants: Constants = Constants(),
+    alone: bool = False,
 ) -> None:
     """`ops.hc_collapse` and the output norm of all rows, or of those in `wanted`.
 
     Args:
         weights: of the head.
-        out, normed: as in `hc_pre`, one row for each row or each entry of `wanted`.
+        out, normed, alone: as in `hc_pre`, one row for each row or each entry of `wanted`.
         update: as in `hc_pre`; not together with `wanted`.
         wanted: int32 or int64 [n], rows of the streams, or None for all.
     """
@@ -501,6 +505,6 @@ def hc_collapse(
     if weights.fn.shape != (STREAMS, STREAMS * streams.shape[2]) or not weights.fn.is_contiguous():
         raise ValueError(f"expected fn [{STREAMS}, {STREAMS * streams.shape[2]}], got {list(weights.fn.shape)}")
     rows = streams.shape[0] if wanted is None else wanted.shape[0]
-    cut = _launch_streams(streams, rows, wanted, update, weights, partials)
+    cut = _launch_streams(streams, rows, wanted, update, weights, partials, alone)
     new = streams if update is None else update.target
     _launch_finish(new, rows, wanted, cut, weights, partials, None, constants, out, normed)

@@ -1,0 +1,137 @@
+"""Matrices times a few rows of float32, straight from planes, with nothing rounded: decode where numbers are the CPU's.
+
+Every program multiplies some rows of a matrix with one row of activations, in float32 and in an order of its own, so a
+result depends neither on how many rows there are nor on where its own is. Each row reads the matrix by itself: this is
+for models whose weights stay in the L2, and for others slow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds4.ops.kernels.expert_chunks import chunk_values
+from ds4.ops.kernels.expert_formats import load_table
+from ds4.ops.kernels.expert_programs import advance
+from ds4.ops.kernels.experts import FORMATS, pointers
+from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.planes import F16Planes, Planes, Q8Planes
+
+_ROWS, _CHUNKS = 4, 128
+"""Rows of the matrix, and chunks of eight channels, that a program takes at once."""
+
+
+@triton.jit
+def _linear_kernel(
+    p0, p1, p2, p3, table, x, chosen, weights, out, x_row, x_place, out_row, out_place,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP: tl.constexpr, WEIGHTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """R rows of a matrix times one row of activations; EXPERTS > 0: of the matrix that a pair has chosen."""
+    pair = tl.program_id(1).to(tl.int64)
+    row0 = tl.program_id(0) * R
+    first = row0.to(tl.int64)
+    if EXPERTS > 0:
+        expert = tl.load(chosen + pair)
+        if (expert < 0) | (expert >= EXPERTS):
+            return
+        first += expert.to(tl.int64) * N
+    x += pair // TOP * x_row + pair % TOP * x_place + row0 // GROUP_ROWS * K
+    if FORMAT == "f16":
+        p0 += first * K
+        lut = (0, 0)
+    elif FORMAT == "q8_0":
+        p0, p1 = p0 + first * (K // 4), p1 + first * (K // 32)
+        lut = (0, 0)
+    else:
+        p0, p1, p2, p3 = advance(FORMAT, p0, p1, p2, p3, first, K // 128)
+        lut = load_table(FORMAT, table)
+    r = tl.arange(0, R)
+    i = tl.arange(0, 8)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, K // 8, C):
+        c = start + tl.arange(0, C)
+        if FORMAT == "f16":
+            w = tl.load(p0 + r[:, None, None] * K + (c[:, None] * 8 + i[None, :])[None]).to(tl.float32)
+        else:
+            here = c[None, :] + r[:, None] * 0
+            w = chunk_values(
+                FORMAT, p0, p1, p2, p3, table, lut, r[:, None] + here * 0, here // 16, here // 4 % 4, here % 4,
+                K // 128, ASM,
+            )  # fmt: skip
+        total += tl.sum(w * tl.load(x + (c[:, None] * 8 + i[None, :]))[None], axis=2)
+    y = tl.sum(total, axis=1)
+    if WEIGHTS:
+        y = y * tl.load(weights + pair)
+    tl.store(out + pair // TOP * out_row + pair % TOP * out_place + row0 + r, y)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    planes: Planes,
+    x: Tensor,
+    out: Tensor,
+    group_rows: int,
+    chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    top = 1 if chosen is None else chosen.shape[1]
+    if isinstance(planes, Q8Planes):
+        sources = (planes.codes, planes.scales, *(planes.codes,) * 3)
+    elif isinstance(planes, F16Planes):
+        sources = (planes.weight,) * 5
+    else:
+        sources = pointers(planes)
+    chunks = planes.k // 8
+    lanes = min(chunks & -chunks, _CHUNKS)
+    asm = use_asm(out)
+    rows = min(group_rows & -group_rows, _ROWS if asm else 64)  # the interpreter minds the number of programs only
+    places = [t.stride(1) if t.dim() == 3 else 0 for t in (x, out)]
+    _linear_kernel[(planes.n // rows, x.shape[0] * top)](
+        *sources, x, x if chosen is None else chosen, x if weights is None else weights, out,
+        x.stride(0), places[0], out.stride(0), places[1],
+        FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=planes.experts or 0,
+        TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, ASM=asm,
+        num_warps=max(1, rows * lanes // 128),
+    )  # fmt: skip
+
+
+def exact_linear(planes: Q8Planes | F16Planes, x: Tensor, out: Tensor, groups: int = 1) -> None:
+    """x @ weight^T as `ops.linear`; with groups as `ops.grouped_linear`, each run of rows with channels of its own.
+
+    Args:
+        planes: [groups * rows of a group, k].
+        x: float32 [rows, groups * k], channels contiguous.
+        out: float32 [rows, groups * rows of a group], columns contiguous.
+    """
+    rows = x.shape[0]
+    if x.dtype != torch.float32 or x.shape[1] != groups * planes.k or x.stride(1) != 1 or planes.n % groups:
+        raise ValueError(f"expected float32 with {groups * planes.k} channels, got {x.dtype} {list(x.shape)}")
+    if out.dtype != torch.float32 or out.shape != (rows, planes.n) or out.stride(1) != 1:
+        raise ValueError(f"expected a float32 output of {rows} rows of {planes.n}, got {out.dtype} {list(out.shape)}")
+    _launch(planes, x, out, planes.n // groups)
+
+
+def exact_experts(planes: Planes, x: Tensor, chosen: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+    """The product of each pair, a row and one of the experts that it has chosen; times its weight if there are any.
+
+    Args:
+        planes: of all experts, [n, k] each.
+        x: float32 [rows, k] or, for each pair its own, [rows, top, k]; channels contiguous.
+        chosen: int32 [rows, top], contiguous; a place that names no expert is left out and its output not written.
+        out: float32 [rows, top, n], columns contiguous; may be a part of a larger buffer.
+        weights: float32 [rows, top], contiguous.
+    """
+    rows, top = chosen.shape
+    if planes.experts is None or planes.FORMAT not in FORMATS:
+        raise ValueError(f"expected planes of experts in one of {', '.join(FORMATS)}, got {planes.FORMAT}")
+    shapes = [rows, planes.k], [rows, top, planes.k]
+    if x.dtype != torch.float32 or list(x.shape) not in shapes or x.stride(-1) != 1:
+        raise ValueError(f"expected float32 {shapes[0]} or {shapes[1]}, got {x.dtype} {list(x.shape)}")
+    if out.dtype != torch.float32 or out.shape != (rows, top, planes.n) or out.stride(2) != 1:
+        raise ValueError(f"expected float32 {[rows, top, planes.n]}, got {out.dtype} {list(out.shape)}")
+    _launch(planes, x, out, planes.n, chosen, weights)

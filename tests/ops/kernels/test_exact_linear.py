@@ -1,0 +1,102 @@
+"""Products of float32 rows with quantised matrices, against float64; and that a row's are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+
+from ds4.ops.kernels import planes as P
+from ds4.ops.kernels.exact_linear import exact_experts, exact_linear
+from tests.ops.kernels.kernel_checks import ON_GPU, error, randn, random_raw, run_twice
+from tests.ops.kernels.test_experts import FORMS, choices, ids, make
+
+BAR = 2e-6
+# Rows and channels: 6 units leave less than a whole tile, 2 rows less than the rows of a program.
+DENSE = [(1024, 4096), (256, 7168), (514, 768), (24, 256)] if ON_GPU else [(24, 256), (6, 768)]
+ROWS = [1, 2, 5, 64] if ON_GPU else [1, 3]
+
+
+def dense(type: T, n: int, k: int, device: str) -> P.Planes:
+    planes = P.allocate(type, n, k, device)
+    P.repack(random_raw(type, n, k, 1, device), planes)
+    return planes
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), DENSE)
+@pytest.mark.parametrize("type", [T.Q8_0, T.F16], ids=ids)
+def test_dense(type, n, k, rows, device):
+    planes = dense(type, n, k, device)
+    # Rows stand in a larger buffer, as parts of a layer's projections do.
+    x = randn(rows, k + 8, seed=2, device=device)[:, :k]
+    buffer = torch.empty(rows, n + 4, device=device)
+    run_twice(lambda: exact_linear(planes, x, buffer[:, :n]), buffer)
+    assert error(buffer[:, :n], x.double() @ P.unpack(planes).double().t()) < BAR
+    assert buffer[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize(("groups", "group_rows"), [(2, 6), (8, 1024 if ON_GPU else 4)])
+def test_groups(groups, group_rows, device):
+    planes = dense(T.Q8_0, groups * group_rows, 256, device)
+    x = randn(3, groups * 256, seed=3, device=device)
+    out = torch.empty(3, groups * group_rows, device=device)
+    run_twice(lambda: exact_linear(planes, x, out, groups), out)
+    weight = P.unpack(planes).double().view(groups, group_rows, 256)
+    expected = torch.einsum("rgk,gnk->rgn", x.double().view(3, groups, 256), weight).flatten(1)
+    assert error(out, expected) < BAR
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", [(4096, 2048, 8, 6), (256, 256, 8, 2)] if ON_GPU else [(768, 12, 3, 2)], ids=str)
+@pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
+def test_experts(type, layout, shape, rows, device):
+    k, n, experts, top = shape
+    planes, weight = make(type, layout, n, k, experts, 1, device)
+    chosen = choices(rows, top, experts, device)
+    weights = torch.rand(rows, top, generator=torch.Generator().manual_seed(2)).to(device) + 0.1
+    of = weight[chosen.clamp(min=0).long()]
+    named = chosen >= 0
+    # The same input for all pairs of a row, without weights; and an input of each pair's own, with them.
+    x, each = randn(rows, k, seed=3, device=device), randn(rows, top + 1, k, seed=4, device=device)[:, :top]
+    for given, factor, inputs in ((x, None, x[:, None].expand(-1, top, -1)), (each, weights, each)):
+        buffer = torch.empty(rows, top + 1, n, device=device)
+        out = buffer[:, :top]
+        run_twice(lambda given=given, factor=factor, out=out: exact_experts(planes, given, chosen, out, factor), buffer)
+        expected = torch.einsum("rtk,rtnk->rtn", inputs.double(), of)
+        if factor is not None:
+            expected = expected * factor.double()[:, :, None]
+        assert error(out[named], expected[named]) < BAR
+        assert out[~named].isnan().all()
+        assert buffer[:, top].isnan().all()
+
+
+def test_a_row_does_not_depend_on_the_others(device):
+    n, k = (4096, 4096) if ON_GPU else (8, 256)
+    rows = 64 if ON_GPU else 4
+    x = randn(rows, k, seed=5, device=device)
+    for type in (T.Q8_0, T.F16):
+        planes = dense(type, n, k, device)
+        together, alone = torch.empty(rows, n, device=device), torch.empty(1, n, device=device)
+        exact_linear(planes, x, together)
+        for row in (0, 1, rows - 1):
+            exact_linear(planes, x[row : row + 1], alone)
+            assert torch.equal(together[row], alone[0])
+
+
+def test_refusals(device):
+    planes, x, out = dense(T.Q8_0, 8, 256, device), randn(2, 256, seed=1, device=device), torch.empty(2, 8).to(device)
+    with pytest.raises(ValueError, match=r"float32 with 256 channels, got torch.float16 \[2, 256\]"):
+        exact_linear(planes, x.half(), out)
+    with pytest.raises(ValueError, match=r"float32 with 512 channels, got torch.float32 \[2, 256\]"):
+        exact_linear(planes, x, out, 2)
+    with pytest.raises(ValueError, match=r"2 rows of 8, got torch.float32 \[2, 4\]"):
+        exact_linear(planes, x, out[:, :4])
+    chosen = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="planes of experts"):
+        exact_experts(planes, x, chosen, out[:, None])
+    experts, _ = make(T.Q2_K, "b", 8, 256, 2, 1, device)
+    with pytest.raises(ValueError, match=r"float32 \[2, 256\] or \[2, 1, 256\], got torch.float32 \[1, 256\]"):
+        exact_experts(experts, x[:1], chosen, out[:, None])
+    with pytest.raises(ValueError, match=r"\[2, 1, 8\], got torch.float32 \[2, 8\]"):
+        exact_experts(experts, x, chosen, out)
