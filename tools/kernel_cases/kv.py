@@ -163,7 +163,7 @@ def prefill_attention(bench: Bench) -> Iterator[Case]:
                 first = (context - tokens + 1) // ratio
                 chosen = bench.choices(tokens, top, first) if first > top else bench.choices(tokens, top, count)
             held = Rows(planes, tables, ratio, chosen)
-            out = bench.empty(tokens, s.heads, s.head_dim, dtype=bench.half)
+            out = bench.empty(tokens, s.heads, s.head_dim, dtype=torch.float16)
             ready = bench.empty(tokens, s.heads, s.head_dim, dtype=torch.float16)
 
             def prepare(q=q, turn=turn, p=positions, ready=ready) -> None:

@@ -17,7 +17,7 @@ from ds4.gguf.shape import TINY
 from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.support import check_shape
 from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert, copy_parts
-from ds4.ops.kernels.planes import Planes, unpack
+from ds4.ops.kernels.planes import Planes, Q8Planes, unpack
 from tests.helpers import random_tensors
 
 
@@ -127,6 +127,32 @@ def test_experts_that_are_no_numbers_are_refused(device: str) -> None:
         with pytest.raises(Ds4Error, match="a value is no number"):
             CudaRunner(broken, config)
     CudaRunner(broken, replace(config, quality=True))  # in float32, where it is the numbers' own business
+
+
+def test_attention_that_float16_does_not_hold_is_refused(device: str) -> None:
+    weights = DeviceWeights.load(FileBytes(open_model(embedded_model_path())), device)
+    weights.check_attention()
+    layer, config = weights.layers[2], RunnerConfig(context=256, slots=1)
+    kv_norm, rows = layer.kv_norm.clone(), layer.compressors["rows"]
+    kv_norm[5] = float("nan")
+    changes = {
+        "attn_kv_a_norm or attn_compressor_norm": [
+            replace(layer, kv_norm=kv_norm),
+            replace(layer, compressors=layer.compressors | {"rows": replace(rows, norm=rows.norm * 1e5)}),
+        ],
+        "attn_output_a": [replace(layer, output_a=scaled(layer.output_a, factor)) for factor in (2e4, float("inf"))],
+        "attn_output_b": [replace(layer, output_b=scaled(layer.output_b, 3e5))],
+    }
+    for name, layers in changes.items():
+        for changed in layers:
+            broken = replace(weights, layers=(*weights.layers[:2], changed, *weights.layers[3:]))
+            with pytest.raises(Ds4Error, match=rf"blk\.2\.{name}: too large .* --quality"):
+                CudaRunner(broken, config)
+    CudaRunner(broken, replace(config, quality=True))
+
+
+def scaled(planes: Q8Planes, factor: float) -> Q8Planes:
+    return replace(planes, scales=(planes.scales.float() * factor).half())
 
 
 def without_scales(planes: Any) -> Any:

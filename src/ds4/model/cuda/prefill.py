@@ -170,7 +170,10 @@ class _Chunk:
         self.end = start + t
         self.experts_at_once = min(experts_at_once, s.experts)
         self.exact, self.energy = exact, energy
-        self.half = torch.bfloat16 if self.device.type == "cuda" and not exact else torch.float32
+        halved = self.device.type == "cuda" and not exact
+        self.half = torch.bfloat16 if halved else torch.float32
+        self.fine = torch.float16 if halved else torch.float32
+        """For what is known to stay small: what experts and the attention's output projections work on."""
         self.positions = torch.arange(start, start + t, dtype=torch.int32, device=self.device)
         self.slots = torch.full((t,), slot, dtype=torch.int32, device=self.device)
         self.zeros = torch.zeros_like(self.slots)
@@ -185,6 +188,9 @@ class _Chunk:
     def take_half(self, *size: int) -> Tensor:
         return self.take(*size, dtype=self.half)
 
+    def take_fine(self, *size: int) -> Tensor:
+        return self.take(*size, dtype=self.fine)
+
     def forms(self, x: Tensor, f16: bool = True, placed: Tensor | None = None, scale: float = 1.0) -> _Input:
         """x as products take it, those with F16 matrices too if asked; placed takes scale * x as `fragments` has it."""
         if self.exact:
@@ -194,8 +200,8 @@ class _Chunk:
         split_terms(x, half, terms, placed, scale)
         return _Input(x, half, terms)
 
-    def dense(self, planes: Q8Planes) -> Tensor:
-        weight = self.take_half(planes.n, planes.k)
+    def dense(self, planes: Q8Planes, fine: bool = False) -> Tensor:
+        weight = self.take(planes.n, planes.k, dtype=self.fine if fine else self.half)
         dequantise_q8(planes, weight)
         return weight
 
@@ -284,18 +290,18 @@ class _Chunk:
         else:
             ready = q.view(torch.float16) if self.half == torch.bfloat16 else self.take(t, wide, dtype=torch.float16)
         prepare_queries(q, turn, eps, self.positions, ready.view(t, s.heads, s.head_dim))
-        out = self.take_half(t, s.heads, s.head_dim)
+        out = self.take_fine(t, s.heads, s.head_dim)
         attention(
             ready, turn, eps, w.sinks, self.positions, self.slots, self.ring, kv_cache.rows(ratio, chosen), out,
             window_slots=self.zeros, ready=True, window=s.window, exact=self.exact,
         )  # fmt: skip
         del q, ready, q_b
-        output_a = self.dense(w.output_a).view(s.o_groups, s.o_lora_rank, -1)
-        low, grouped = self.take_half(t, s.o_groups, s.o_lora_rank), out.view(t, s.o_groups, -1)
+        output_a = self.dense(w.output_a, fine=True).view(s.o_groups, s.o_lora_rank, -1)
+        low, grouped = self.take_fine(t, s.o_groups, s.o_lora_rank), out.view(t, s.o_groups, -1)
         torch.bmm(grouped.transpose(0, 1), output_a.transpose(1, 2), out=low.transpose(0, 1))
         del output_a, out, grouped
         y = self.take(t, s.hidden)
-        multiply(low.view(t, -1), self.dense(w.output_b), y)
+        multiply(low.view(t, -1), self.dense(w.output_b, fine=True), y)
         return y
 
     def _choose(self, number: int, index_x: Tensor, weight: Tensor) -> Tensor:
@@ -327,7 +333,7 @@ class _Chunk:
         s, t, top = self.shape, self.tokens, self.shape.experts_used
         placed, scale = None, 1.0
         if not self.exact:
-            placed = self.take(t, s.hidden, dtype=torch.float16 if self.half == torch.bfloat16 else torch.float32)
+            placed = self.take_fine(t, s.hidden)
             scale = self.model.expert_scales[number].x
         inputs = self.forms(normed, placed=placed, scale=scale)
         logits = self.take(t, s.experts)

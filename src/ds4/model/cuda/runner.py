@@ -81,7 +81,8 @@ class CudaRunner:
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = (ExactModel if config.quality else DeviceModel)(weights, cache)
         if not config.quality:
-            _ = self.model.expert_scales  # refuses what is damaged now, not amid a prompt
+            weights.check_attention()  # what is damaged is refused now, not amid a prompt
+            _ = self.model.expert_scales
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
         self._tokens = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
         self._ahead: _Ahead | None = None

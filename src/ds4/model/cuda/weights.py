@@ -256,6 +256,32 @@ class DeviceWeights:
                     raise Ds4Error(f"blk.{number}.{name}: a value is no number, or infinite; the file is damaged")
         return found
 
+    def check_attention(self) -> None:
+        """That float16 holds what the attention's output projections are made of, work on and give.
+
+        A row is as long as its norm makes it, at most sqrt(head_dim) times the norm's largest weight, and so is what a
+        head gives; a product is no larger than both lengths multiplied.
+
+        Raises:
+            Ds4Error: of a layer it may not hold it, or a value is no number.
+        """
+        s, found = self.shape, []
+        for layer in self.layers:
+            norms = [layer.kv_norm, *(c.norm for kind, c in layer.compressors.items() if kind == "rows")]
+            # FP8 may round up.
+            longest = 1.1 * s.head_dim**0.5 * torch.cat(norms).abs().max()
+            a, b = (planes.scales.float().abs() * 128 for planes in (layer.output_a, layer.output_b))
+            product = longest * (s.heads / s.o_groups) ** 0.5 * (32 * a.square().sum(1)).sqrt().max()
+            found.append(torch.stack((longest, torch.maximum(a.max(), product), b.max())))
+        names = ("attn_kv_a_norm or attn_compressor_norm", "attn_output_a", "attn_output_b")
+        for number, values in enumerate(torch.stack(found).tolist()):
+            for name, value in zip(names, values, strict=True):
+                if not value < 65504:
+                    raise Ds4Error(
+                        f"blk.{number}.{name}: too large for products in 16 bits, or no number; use --quality"
+                        " (quality=True) or --device cpu (device='cpu')"
+                    )
+
 
 def _layer(loader: _Loader, shape: Shape, layer: int) -> DeviceLayer:
     p = f"blk.{layer}."

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
 from ds4.ops.kernels.quantize import Quantised, store_quantised
-from ds4.ops.kernels.rows import RowPlanes, bf16_bits, fp8_value, power_of_two
+from ds4.ops.kernels.rows import RowPlanes, fp8_value, power_of_two
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,11 @@ def _queries_kernel(q, q_stride, turn, eps, positions, out, HEADS: tl.constexpr,
 
 @triton.jit
 def _write_out(out, x_even, x_odd, at, live, HALF: tl.constexpr):
-    """Neighbouring channels at pair numbers `at`: bfloat16 (HALF) or float32."""
+    """Neighbouring channels at pair numbers `at`: float16 (HALF) or float32."""
     if HALF:
-        word = bf16_bits(x_even) | (bf16_bits(x_odd) << 16)
-        tl.store(out.to(tl.pointer_type(tl.int32)) + at, word, mask=live)
+        low = x_even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = x_odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(out.to(tl.pointer_type(tl.int32)) + at, low | high, mask=live)
     else:
         low = x_even.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         high = x_odd.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -378,7 +379,7 @@ def attention(
         ring: planes [slots, ring, ...] of raw rows, position p at p % ring; the rows' own are already there. At prefill
             the scratch ring of `rows.store_window`.
         rows: the compressed rows of the layer, or None.
-        out: float32 or bfloat16 [rows, heads, head_dim], contiguous. May be None if `quantised` is there.
+        out: float32 or float16 [rows, heads, head_dim], contiguous. May be None if `quantised` is there.
         parts: with it, the rows of a token are shared among as many programs as it has splits, and merged by a second
             launch (decode). Without it one program takes them all (prefill).
         quantised: takes the output as bytes, rows of heads * head_dim; needs `parts`.
@@ -392,13 +393,15 @@ def attention(
         raise ValueError(f"prepared queries are {'float32' if exact else 'float16'}, not {q.dtype}")
     if q.shape != (count, heads * head_dim) or q.stride(1) != 1:
         raise ValueError(f"queries of shape {list(q.shape)} do not fit {count} rows of {heads} heads of {head_dim}")
+    if out is not None and out.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"an output is float32 or float16, not {out.dtype}")
     if (out is None and quantised is None) or (quantised is not None and parts is None):
         raise ValueError("attention needs an output, and parts to leave it quantised")
     splits = 1 if parts is None else parts.out.shape[1]
     merge = parts is not None
     limit = 16 if merge or exact else 64
     block = heads_block or max(16, min(limit, triton.next_power_of_2(heads)))
-    half = out is not None and out.dtype == torch.bfloat16
+    half = out is not None and out.dtype == torch.float16
     target = out if parts is None else parts.out
     chosen = None if rows is None else rows.chosen
     asm = use_asm(q)
