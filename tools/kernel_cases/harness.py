@@ -149,15 +149,19 @@ class Bench:
         q = Quantised.allocate(rows, k, self.device, words=words, lanes=lanes, sums=sums)
         if self.compile_only:
             return q
-        units = self.randn(rows, k // 128, 128)
-        scales = units.abs().amax(-1) / 127
-        codes = torch.round(units / scales.unsqueeze(-1)).to(torch.int8)
-        q.scales.copy_(scales)
-        natural = codes.view(rows, k).view(torch.int32)
-        if q.words is not None:
-            q.words.copy_(natural)
-        if q.lanes is not None:
-            q.lanes.copy_(natural.view(rows, -1, 8, 4).transpose(1, 2))
+        x = self.randn(rows, k)
+        for group, scales in ((128, q.scales), (32, q.fine)):
+            if scales is None:
+                continue
+            groups = x.view(rows, -1, group)
+            scale = groups.abs().amax(-1) / 127
+            codes = torch.round(groups / scale.unsqueeze(-1)).to(torch.int8)
+            scales.view(rows, -1).copy_(scale)
+            natural = codes.view(rows, k).view(torch.int32)
+            if group == 128 and q.words is not None:
+                q.words.copy_(natural)
+            elif q.lanes is not None:
+                q.lanes.copy_(natural.view(rows, -1, 8, 4).transpose(1, 2))
         if q.sums is not None:
             q.sums.copy_(codes.view(rows, -1, 4, 2, 16).sum(-1).to(torch.int16).view(torch.int32).squeeze(-1))
         return q

@@ -151,7 +151,6 @@ def test_output_as_bytes(device):
     case.run(None, parts, quantised=q)
     case.run(out, parts)
     assert error(q.dequantise(), out.flatten(1)) < 1e-2
-    assert torch.equal(Quantised(q.scales, lanes=q.lanes).codes(), q.codes())
     assert not q.codes()[1].any()
 
 

@@ -54,7 +54,7 @@ def activations(rows: int, k: int, seed: int, device: str) -> tuple[Quantised, t
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("type", "layout"), FORMS, ids=ids)
 def test_gate_up(type, layout, shape, rows, device):
-    """Bytes move gate and up by 0.7 % each (`test_down` has the bar for one product), so their product by 1 %.
+    """Bytes move gate and up by 0.55 % each (`test_down` has the bar for one product), so their product by 0.8 %.
 
     That holds for gates of a natural size. Were they in the hundreds, the clamp would make a switch of each, and those
     of a percent, which fall on the other side, would be all of the error.
@@ -66,10 +66,15 @@ def test_gate_up(type, layout, shape, rows, device):
     chosen = choices(rows, top, experts, device)
     out = torch.empty(rows * top, n, device=device)
     run_twice(lambda: gate_up(q, chosen, gate, up, 10.0, out, TILE), out)
-    for values, bar in ((q.dequantise(), 1e-5), (x, 2e-2)):
+    for values, bar in ((q.dequantise(), 1e-5), (x, bytes_bar(n))):
         expected = expected_hidden(values.double(), chosen, gate_weight, up_weight)
         written = (chosen.flatten() >= 0).nonzero().flatten()
         assert error(out[written], expected[written]) < bar
+
+
+def bytes_bar(outputs: int) -> float:
+    """Against activations that were not rounded; few outputs have no steady mean."""
+    return 1e-2 if outputs > 256 else 1.5e-2
 
 
 def expected_hidden(x: torch.Tensor, chosen: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -101,8 +106,7 @@ def test_down(type, layout, shape, rows, form, device):
         out = buffer[:, :top]
         run_twice(lambda: down(h, chosen, weights, planes, out, tile=TILE), out)
         assert buffer[:, top].abs().max() == 0
-    bytes_bar = 1e-2 if n > 256 else 1.5e-2  # few outputs have no steady mean
-    for values, bar in ((h.dequantise(), 1e-5), (x, bytes_bar)):
+    for values, bar in ((h.dequantise(), 1e-5), (x, bytes_bar(n))):
         y = torch.stack([weight[max(e, 0)] @ v for v, e in zip(values.double(), chosen.flatten(), strict=True)])
         expected = weights.double().unsqueeze(-1) * y.view(rows, top, n)
         assert error(out[real], (expected.sum(1) if form == "sum" else expected)[real]) < bar
@@ -192,9 +196,9 @@ def test_shared_expert_in_the_same_launch(rows, device):
 def test_whole_experts_against_the_reference(device):
     """Gate to down with quantised activations in between, against `ops.routed_experts` in float32.
 
-    Bytes enter twice. They move h by 1.0 % (`test_gate_up`), and the product behind it by another 1.3 %: most channels
-    of h are small beside the largest of their 128, whose steps they are rounded in. Together that is 1.6 to 1.8 % of
-    many outputs; of two rows of 256, by chance, up to 2.6 %.
+    Bytes enter twice. They move h by 0.8 % (`test_gate_up`), and the product behind it by another 0.9 %, as most of h
+    is small beside the largest of its 32, whose steps it is rounded in. Together that is 1.2 %, of two rows of 256 up
+    to 2 % by chance.
     """
     hidden, inner, experts, top, rows, seeds = 256, 256, 4, 2, 2, (1, 2, 3)
     if ON_GPU:
@@ -224,7 +228,7 @@ def test_whole_experts_against_the_reference(device):
     quantise(h_values, h)
     down(h, chosen, weights, planes[0], out, tile=wide)
     expected = ops.routed_experts(x, chosen.long(), weights, Source(), 10.0)
-    assert error(out.sum(1), expected) < (2e-2 if ON_GPU else 3e-2)
+    assert error(out.sum(1), expected) < (1.3e-2 if ON_GPU else 2e-2)
 
 
 def test_refusals(device):
@@ -236,7 +240,7 @@ def test_refusals(device):
     with pytest.raises(ValueError, match="gate is iq2_xxs_b 8 x 256, up is iq2_xxs_a"):
         gate_up(q, chosen, gate, up, 10.0, out)
     with pytest.raises(ValueError, match="q2_k needs activations with sums"):
-        gate_up(Quantised(q.scales, lanes=q.lanes), chosen, q2, q2, 10.0, out)
+        gate_up(Quantised(lanes=q.lanes, fine=q.fine), chosen, q2, q2, 10.0, out)
     with pytest.raises(ValueError, match="256 channels in the order of lanes, got 512"):
         gate_up(activations(1, 512, 1, device)[0], chosen, gate, gate, 10.0, out)
     with pytest.raises(ValueError, match=r"1 pairs into \[1, 1, 9\], expected 1 and \[1, 1, 8\]"):

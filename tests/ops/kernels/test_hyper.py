@@ -83,7 +83,7 @@ def test_company_changes_nothing(device):
         q = Quantised.allocate(n, hidden, device, words=True, lanes=True, sums=True)
         coefficients, normed = (torch.empty(n, size, device=device) for size in (24, hidden))
         hc_pre(x[order].contiguous(), w, partials(n, hidden, device), coefficients, q, normed)
-        tensors = (coefficients, normed, q.scales, q.words, q.lanes, q.sums)
+        tensors = (coefficients, normed, q.scales, q.words, q.lanes, q.fine, q.sums)
         return [bits(t.reshape(n, -1)) for t in tensors if t is not None]
 
     together = results([3, 0, 4, 1, 2])
@@ -136,17 +136,18 @@ def test_update_and_pre(rows, parts, extra, device):
         update.coefficients.copy_(given)
         hc_pre(old, w, scratch, update.coefficients, q, normed, update)
 
-    tensors = [t for t in (q.scales, q.words, q.lanes, q.sums) if t is not None]
+    tensors = [t for t in (q.scales, q.words, q.lanes, q.fine, q.sums) if t is not None]
     run_twice(run, update.target, normed, *tensors)
     streams = updated(old, replace(update, coefficients=given))
     want, mixes = expected_pre(streams, w)
     assert error(update.target, streams) < BAR
     assert error(update.coefficients[:, 4:], mixes) < BAR
     assert error(normed, want) < 5e-4
-    assert error(q.dequantise(), want) < 1e-2
     same = Quantised.allocate(rows, hidden, device, words=True, lanes=True, sums=True)
     quantise(want.float(), same)
-    assert int((q.codes().int() - same.codes().int()).abs().max()) <= 1
+    for lanes in (False, True):
+        assert error(q.dequantise(lanes), want) < 1e-2
+        assert int((q.codes(lanes).int() - same.codes(lanes).int()).abs().max()) <= 1
 
 
 def test_post_alone(device):

@@ -24,18 +24,19 @@ def buffers(rows: int, k: int, device: str) -> Quantised:
 
 
 def tensors(q: Quantised) -> list[torch.Tensor]:
-    return [t for t in (q.scales, q.words, q.lanes, q.sums) if t is not None]
+    return [t for t in (q.scales, q.words, q.lanes, q.fine, q.sums) if t is not None]
 
 
 def check_codes(q: Quantised, x: torch.Tensor, tolerance: float = 0.5) -> None:
-    """Codes within half a step of x, both orders equal, sums of 16."""
-    codes = Quantised(q.scales, words=q.words).codes()
-    assert torch.equal(codes, Quantised(q.scales, lanes=q.lanes).codes())
-    units = x.double().view(x.shape[0], -1, 128)
-    assert torch.allclose(q.scales.double(), units.abs().amax(-1) / 127, rtol=1e-5)
-    steps = (units - q.dequantise().double().view_as(units)).abs() / q.scales.double().clamp(min=1e-30).unsqueeze(-1)
-    assert float(steps.max()) <= tolerance + 1e-3
-    sums = codes.int().view(x.shape[0], -1, 4, 2, 16).sum(-1).to(torch.int16)
+    """Codes within half a step of x, in groups of 128 and of 32; sums of 16."""
+    for size, scales, lanes in ((128, q.scales, False), (32, q.fine, True)):
+        assert scales is not None
+        groups = x.double().view(x.shape[0], -1, size)
+        scales = scales.double().view(x.shape[0], -1)
+        assert torch.allclose(scales, groups.abs().amax(-1) / 127, rtol=1e-5)
+        difference = (groups - q.dequantise(lanes).double().view_as(groups)).abs()
+        assert float((difference / scales.clamp(min=1e-30).unsqueeze(-1)).max()) <= tolerance + 1e-3
+    sums = q.codes(lanes=True).int().view(x.shape[0], -1, 4, 2, 16).sum(-1).to(torch.int16)
     assert torch.equal(q.sums.view(torch.int16).view(sums.shape), sums)
 
 
@@ -47,6 +48,7 @@ def test_quantise(rows, k, device):
     run_twice(lambda: quantise(x, q), *tensors(q))
     check_codes(q, x)
     assert error(q.dequantise(), x) < 1e-2
+    assert error(q.dequantise(lanes=True), x) < 1e-2
 
 
 def test_zeros_and_outliers(device):
@@ -60,7 +62,10 @@ def test_zeros_and_outliers(device):
     assert q.scales[0].abs().max() == 0
     assert codes[1, 5] == -127
     assert codes[1, 200] == 127
-    assert torch.isfinite(q.dequantise()).all()
+    # Groups of 32 keep a small value that stands among others as large.
+    fine = q.dequantise(lanes=True)
+    assert q.codes()[1, 200] == q.codes(lanes=True)[1, 200] == 127
+    assert torch.isfinite(torch.cat((q.dequantise(), fine))).all()
 
 
 def test_other_dtypes_and_strides(device):
@@ -82,7 +87,13 @@ def test_single_orders(device):
     assert words.lanes is None
     assert torch.equal(words.words, full.words)
     assert torch.equal(lanes.lanes, full.lanes)
-    assert torch.equal(full.first(1).codes(), full.codes()[:1])
+    assert torch.equal(lanes.fine, full.fine)
+    assert words.fine is None
+    assert lanes.scales is None
+    assert (lanes.rows, lanes.k) == (words.rows, words.k) == (2, 256)
+    assert torch.equal(lanes.codes(), full.codes(lanes=True))
+    for order in (False, True):
+        assert torch.equal(full.first(1).codes(order), full.codes(order)[:1])
 
 
 @pytest.mark.parametrize("with_weight", [True, False])

@@ -455,8 +455,8 @@ def splits(rows: int, heads: int) -> int:
 
 
 def _quantised(k: int, planes: int = 1, sums: bool = False) -> int:
-    """Bytes of a row of int8 activations: scales, codes in one order or in two, sums."""
-    return k // 128 * 4 + planes * k + (k // 128 * 16 if sums else 0)
+    """Bytes of a row of int8 activations: codes and scales for Q8_0, for experts or for both, sums."""
+    return k // 128 * 4 + planes * k + (k // 128 * 32 if sums else 0)
 
 
 def step_bytes(shape: Shape, rows: int, keys: int, exact: bool = False) -> int:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds4.ops.kernels.intrinsics import behind, overlap, use_asm
-from ds4.ops.kernels.quantize import Quantised, store_quantised
+from ds4.ops.kernels.quantize import Quantised, quantised_args, store_quantised
 from ds4.ops.kernels.rows import RowPlanes, fp8_value, power_of_two
 
 
@@ -279,7 +279,7 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    parts, stats, sink, turn, positions, out, scales, words, lanes, sums,
+    parts, stats, sink, turn, positions, out, scales, words, lanes, fine, sums,
     HEADS: tl.constexpr, HD: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, OUT: tl.constexpr,
     HALF: tl.constexpr, CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     PDL: tl.constexpr = 0,
@@ -316,8 +316,8 @@ def _merge_kernel(
         x = tl.reshape(tl.join(even, odd), [UNITS, 128])
         u = h * UNITS + tl.arange(0, UNITS)
         store_quantised(
-            x, u, u < U, scales + row * U, words + row * (K // 4), lanes + row * (K // 4), sums + row * (U * 4),
-            U, WORDS, LANES, SUMS,
+            x, u, u < U, scales + row * U, words + row * (K // 4), lanes + row * (K // 4), fine + row * (U * 4),
+            sums + row * (U * 4), U, WORDS, LANES, SUMS,
         )  # fmt: skip
 
 
@@ -443,15 +443,9 @@ def attention(
     )
     if parts is None:
         return
-    stand_in = parts.stats
-    codes = (stand_in,) * 4
-    orders = {"WORDS": False, "LANES": False, "SUMS": False}
-    if quantised is not None:
-        if quantised.k != heads * head_dim or quantised.rows != count:
-            raise ValueError(f"buffers of {quantised.rows} rows of {quantised.k} do not fit the heads' output")
-        planes = (quantised.words, quantised.lanes, quantised.sums)
-        codes = (quantised.scales, *(stand_in if p is None else p for p in planes))
-        orders = {name: p is not None for name, p in zip(orders, planes, strict=True)}
+    if quantised is not None and (quantised.k != heads * head_dim or quantised.rows != count):
+        raise ValueError(f"buffers of {quantised.rows} rows of {quantised.k} do not fit the heads' output")
+    codes, orders = quantised_args(quantised, parts.stats)
     _merge_kernel[(count, heads)](
         parts.out,
         parts.stats,

@@ -141,11 +141,12 @@ def q4_minimum(low, high, J: tl.constexpr):
 
 @triton.jit
 def load_activations(x, sums, scales, u, live, U: tl.constexpr, SUMS: tl.constexpr):
-    """Units u of one row of activations: 32 words, 4 words of sums if SUMS, then the scale, 0 where not live."""
+    """Units u of one row of activations: 32 words, 4 words of sums if SUMS, then 4 scales, 0 where not live."""
     unit = _words(x, u, 32, U)
     if SUMS:
         unit = unit + load_four(sums + u * 4)
-    return unit + (tl.where(live, tl.load(scales + u), 0.0),)
+    s0, s1, s2, s3 = load_four(scales + u * 4)
+    return unit + (tl.where(live, s0, 0.0), tl.where(live, s1, 0.0), tl.where(live, s2, 0.0), tl.where(live, s3, 0.0))
 
 
 @triton.jit
@@ -164,33 +165,38 @@ def dot_unit(FORMAT: tl.constexpr, unit, words, x, ASM: tl.constexpr):
     """
     if FORMAT == "iq2_xxs_b" or FORMAT == "iq2_xxs_a":
         AT: tl.constexpr = 8 if FORMAT == "iq2_xxs_b" else 12
-        total = words[0] & 0
+        total = x[32] * 0.0
         for j in tl.static_range(4):
-            total += _dot_words(words, x, 8 * j, 8, ASM) * (2 * ((unit[AT] >> (4 * j)) & 15) + 1)
-        result = total.to(tl.float32) * (unit[AT + 1].to(tl.float32) * (x[32] * 0.125))
+            part = _dot_words(words, x, 8 * j, 8, ASM) * (2 * ((unit[AT] >> (4 * j)) & 15) + 1)
+            total += part.to(tl.float32) * x[32 + j]
+        result = total * (unit[AT + 1].to(tl.float32) * 0.125)
     elif FORMAT == "q2_k":
-        total = words[0] & 0
+        total = x[36] * 0.0
         least = total
         for j in tl.static_range(4):
+            of_group = words[0] & 0
+            below = of_group
             for half in tl.static_range(2):
                 scale = unit[8 + j // 2] >> (16 * (j % 2) + 8 * half)
-                total += _dot_words(words, x, 8 * j + 4 * half, 4, ASM) * (scale & 15)
+                of_group += _dot_words(words, x, 8 * j + 4 * half, 4, ASM) * (scale & 15)
                 part = (x[32 + j] << 16) >> 16 if half == 0 else x[32 + j] >> 16
-                least += part * ((scale >> 4) & 15)
+                below += part * ((scale >> 4) & 15)
+            total += of_group.to(tl.float32) * x[36 + j]
+            least += below.to(tl.float32) * x[36 + j]
         d = unit[10]
-        result = (total.to(tl.float32) * low_half(d) - least.to(tl.float32) * high_half(d)) * x[36]
+        result = total * low_half(d) - least * high_half(d)
     elif FORMAT == "q4_k":
-        total = words[0] & 0
+        total = x[36] * 0.0
         least = total
         for j in tl.static_range(4):
-            total += _dot_words(words, x, 8 * j, 8, ASM) * ((unit[16] >> (6 * j)) & 63)
+            of_group = _dot_words(words, x, 8 * j, 8, ASM) * ((unit[16] >> (6 * j)) & 63)
             part = ((x[32 + j] << 16) >> 16) + (x[32 + j] >> 16)
-            least += part * q4_minimum(unit[16], unit[17], j)
+            total += of_group.to(tl.float32) * x[36 + j]
+            least += (part * q4_minimum(unit[16], unit[17], j)).to(tl.float32) * x[36 + j]
         d = unit[18]
-        result = (total.to(tl.float32) * low_half(d) - least.to(tl.float32) * high_half(d)) * x[36]
+        result = total * low_half(d) - least * high_half(d)
     else:
-        result = _dot_words(words, x, 0, 8, ASM).to(tl.float32) * exponent_scale(unit[16], 0)
-        for j in tl.static_range(1, 4):
-            result += _dot_words(words, x, 8 * j, 8, ASM).to(tl.float32) * exponent_scale(unit[16], j)
-        result = result * x[32]
+        result = x[32] * 0.0
+        for j in tl.static_range(4):
+            result += _dot_words(words, x, 8 * j, 8, ASM).to(tl.float32) * (exponent_scale(unit[16], j) * x[32 + j])
     return result

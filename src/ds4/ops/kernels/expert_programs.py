@@ -34,7 +34,7 @@ def _sum_rows(values, R: tl.constexpr, UB: tl.constexpr):
 @triton.jit
 def _activations(x, sums, scales, row, u, live, U: tl.constexpr, SUMS: tl.constexpr):
     """`load_activations` of one row."""
-    return load_activations(x + row * (32 * U), sums + row * (4 * U), scales + row * U, u, live, U, SUMS)
+    return load_activations(x + row * (32 * U), sums + row * (4 * U), scales + row * (4 * U), u, live, U, SUMS)
 
 
 @triton.jit

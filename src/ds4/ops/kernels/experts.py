@@ -52,6 +52,11 @@ GATE_UP = (Tile(), Tile(steps=4, loop=True))
 DOWN = (Tile(steps=2), Tile(steps=8, loop=True))
 
 
+# Registers of a thread with which as many warps fit a multiprocessor as without the scales of 32; the compiler, left
+# alone, takes 96.
+_LOOP_REGISTERS = {"q2_k": 72}
+
+
 def _cut(rows: int, units: int, tile: Tile) -> tuple[dict[str, int], int]:
     """Constants of a kernel for matrices of `rows` rows, and its programs for each."""
     lanes = 32 * tile.warps
@@ -82,7 +87,8 @@ def _check_experts(planes: Planes, x: Quantised) -> int:
 
 def _activation_args(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
     assert x.lanes is not None
-    return x.lanes, x.lanes if x.sums is None else x.sums, x.scales
+    assert x.fine is not None
+    return x.lanes, x.lanes if x.sums is None else x.sums, x.fine
 
 
 def gate_up(
@@ -163,7 +169,7 @@ def down(
         gemv(*shared, out[:, places - 1])
     elif shared is not None:
         s_planes, s_x = shared
-        if s_planes.n != planes.n or s_x.words is None or s_x.k != s_planes.k:
+        if s_planes.n != planes.n or s_x.words is None or s_x.scales is None or s_x.k != s_planes.k:
             raise ValueError(f"shared expert: {s_planes.n} x {s_planes.k}, {s_x.k} channels, expected {planes.n} rows")
         s_rows, s_lanes = lanes_of(s_planes.k, 16, constants["num_warps"])
         # More than one row at a time would hold too many registers, also for the experts' programs.
@@ -190,6 +196,7 @@ def down(
         TOP=chosen.shape[1],
         N=planes.n,
         ASM=use_asm(out),
+        maxnreg=_LOOP_REGISTERS.get(planes.FORMAT) if tile.loop else None,
         **s_shape,
         **constants,
         **overlap(),

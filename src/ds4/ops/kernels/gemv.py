@@ -214,6 +214,7 @@ def _launch(
     if q8:
         assert q is not None
         assert q.words is not None
+        assert q.scales is not None
         codes, scales, words, xs = q8.codes, q8.scales, q.words, q.scales
         if not few:
             codes, words = codes.view(torch.int8), words.view(torch.int8)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds4.ops.kernels.intrinsics import asked_for, behind, overlap, prefetch, reciprocal, use_asm
 from ds4.ops.kernels.planes import UNIT
-from ds4.ops.kernels.quantize import Quantised, store_quantised
+from ds4.ops.kernels.quantize import Quantised, quantised_args, store_quantised
 from ds4.ops.kernels.sinkhorn import matrix, sinkhorn
 
 STREAMS = 4
@@ -127,7 +127,7 @@ def _sigmoid(x, ASM: tl.constexpr):
 @triton.jit
 def _input_of_row(
     streams, row, source, partials, scale, base, weight, normed, normed_row,
-    scales, words, lanes, sums, rms_eps, hc_eps,
+    scales, words, lanes, fine, sums, rms_eps, hc_eps,
     U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
     NORMED: tl.constexpr, CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     ASM: tl.constexpr,
@@ -165,8 +165,8 @@ def _input_of_row(
         tl.store(normed + row * normed_row + at, x.to(normed.dtype.element_ty), mask=live[:, None])
     if CODES:
         store_quantised(
-            x, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
-            U, WORDS, LANES, SUMS,
+            x, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), fine + row * (4 * U),
+            sums + row * (4 * U), U, WORDS, LANES, SUMS,
         )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _coefficients_of_rows(
 @triton.jit(do_not_specialize=["rows"])
 def _finish_kernel(
     streams, index, partials, scale, base, weight, coefficients, normed, normed_row,
-    scales, words, lanes, sums, rows, rms_eps, hc_eps,
+    scales, words, lanes, fine, sums, rows, rms_eps, hc_eps,
     U: tl.constexpr, UB: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, LR: tl.constexpr,
     ROUNDS: tl.constexpr, HEAD: tl.constexpr, INDEX: tl.constexpr, NORMED: tl.constexpr,
     CODES: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
@@ -225,7 +225,7 @@ def _finish_kernel(
             source = tl.load(index + row).to(tl.int64)
         _input_of_row(
             streams, row, source, partials, scale, base, weight, normed, normed_row,
-            scales, words, lanes, sums, rms_eps, hc_eps,
+            scales, words, lanes, fine, sums, rms_eps, hc_eps,
             U, UB, SPLITS, SP, NORMED, CODES, WORDS, LANES, SUMS, ASM,
         )  # fmt: skip
     elif not HEAD:
@@ -410,7 +410,7 @@ def _launch_finish(
     head = coefficients is None
     # Enough rows side by side to fill the lanes, as many as their sums leave room for.
     together = 1 if cut.rows == 1 else max(1, min(32, 128 // triton.next_power_of_2(cut.splits)))
-    parts = (None, None, None) if out is None else (out.words, out.lanes, out.sums)
+    targets, orders = quantised_args(out, partials)
     _finish_kernel[(rows if head else rows + triton.cdiv(rows, together),)](
         streams,
         streams if wanted is None else wanted,
@@ -421,8 +421,7 @@ def _launch_finish(
         partials if coefficients is None else coefficients,
         streams if normed is None else normed,
         0 if normed is None else normed.stride(0),
-        partials if out is None else out.scales,
-        *(partials if part is None else part for part in parts),
+        *targets,
         rows,
         constants.rms_eps,
         constants.hc_eps,
@@ -436,9 +435,7 @@ def _launch_finish(
         INDEX=wanted is not None,
         NORMED=normed is not None,
         CODES=out is not None,
-        WORDS=parts[0] is not None,
-        LANES=parts[1] is not None,
-        SUMS=parts[2] is not None,
+        **orders,
         ASM=use_asm(streams),
         num_warps=min(16, max(1, block // _UNITS_PER_WARP)),
         **overlap(early=True),

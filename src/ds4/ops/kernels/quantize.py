@@ -1,7 +1,8 @@
-"""Activations as signed bytes with a scale for every 128, plain or fused with what comes before.
+"""Activations as signed bytes, plain or fused with what comes before.
 
-A value is scale * code with scale = (largest magnitude of its 128) / 127 and codes rounded to nearest. `Quantised`
-holds them in the orders that the matrix kernels want.
+A value is scale * code with scale = (largest magnitude of its group) / 127 and codes rounded to nearest. `Quantised`
+holds them as the matrix kernels want them: for Q8_0 in natural order and groups of 128, for experts in the order of
+their planes and groups of 32. Most of what is between an expert's products is small beside the largest of its 128.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ class Quantised:
     """Quantised activations of `rows` rows of k channels, U = k / 128 units each.
 
     Attributes:
-        scales: float32 [rows, U].
+        scales: float32 [rows, U], those of `words`; None without them.
         words: int32 [rows, k/4], four codes a word in natural order (for Q8_0 matrices), or None.
         lanes: int32 [rows, 8, U, 4], the 32 words of a unit in fours, as expert planes have them, or None.
+        fine: float32 [rows, U, 4], the scales of `lanes`; None without them.
         sums: int32 [rows, U, 4], word j: sums of the two halves of group j of a unit as two int16 (for formats with
             minima), or None.
     """
 
-    scales: Tensor
+    scales: Tensor | None = None
     words: Tensor | None = None
     lanes: Tensor | None = None
+    fine: Tensor | None = None
     sums: Tensor | None = None
 
     @classmethod
@@ -47,44 +50,53 @@ class Quantised:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         return cls(
-            scales=torch.empty((rows, u), dtype=torch.float32, device=device),
+            scales=take(rows, u).view(torch.float32) if words else None,
             words=take(rows, k // 4) if words else None,
             lanes=take(rows, 8, u, 4) if lanes else None,
+            fine=take(rows, u, 4).view(torch.float32) if lanes else None,
             sums=take(rows, u, 4) if sums else None,
         )
 
     @property
+    def _some(self) -> Tensor:
+        some = self.lanes if self.words is None else self.words
+        assert some is not None
+        return some
+
+    @property
     def rows(self) -> int:
-        return self.scales.shape[0]
+        return self._some.shape[0]
 
     @property
     def k(self) -> int:
-        return self.scales.shape[1] * UNIT
+        return self._some[0].numel() * 4
 
     def first(self, rows: int) -> Quantised:
         """The first rows, no copy."""
-        words, lanes, sums = (t if t is None else t[:rows] for t in (self.words, self.lanes, self.sums))
-        return Quantised(self.scales[:rows], words, lanes, sums)
+        parts = (self.scales, self.words, self.lanes, self.fine, self.sums)
+        return Quantised(*(part if part is None else part[:rows] for part in parts))
 
-    def codes(self) -> Tensor:
-        """int8 [rows, k] in natural order, from whichever order is there."""
-        if self.words is not None:
+    def codes(self, lanes: bool = False) -> Tensor:
+        """int8 [rows, k] in natural order: those of words, or, if asked or if there are no others, those of lanes."""
+        if self.words is not None and not lanes:
             return self.words.view(torch.int8).view(self.rows, self.k)
         assert self.lanes is not None
         return self.lanes.transpose(1, 2).contiguous().view(torch.int8).view(self.rows, self.k)
 
-    def dequantise(self) -> Tensor:
-        """float32 [rows, k], the values that the matrix kernels see."""
-        blocks = self.codes().view(self.rows, -1, UNIT).float()
-        return (blocks * self.scales.unsqueeze(-1)).view(self.rows, self.k)
+    def dequantise(self, lanes: bool = False) -> Tensor:
+        """float32 [rows, k], the values that Q8_0 matrices see, or experts: of the same codes as `codes`."""
+        scales = self.fine if lanes or self.scales is None else self.scales
+        assert scales is not None
+        blocks = self.codes(lanes).view(self.rows, scales.numel() // self.rows, -1).float()
+        return (blocks * scales.view(self.rows, -1, 1)).view(self.rows, self.k)
 
 
 # --- device functions -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def quantise_units(x):
-    """x float32 [units, 128] -> codes int32 [units, 128] and scales [units]. A unit of zeros has scale 0."""
+def quantise_groups(x):
+    """x float32 [groups, n] -> codes int32 [groups, n] and scales [groups]. A group of zeros has scale 0."""
     # Floats that are not negative are ordered like their bits, whose maximum over a warp is one instruction.
     largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     inverse = 127.0 / tl.maximum(largest, 1e-30)
@@ -93,7 +105,7 @@ def quantise_units(x):
 
 @triton.jit
 def store_quantised(
-    x, u, live, scales, words, lanes, sums,
+    x, u, live, scales, words, lanes, fine, sums,
     U: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Quantise x float32 [units, 128] and store it into one row of a `Quantised`, whose pointers come already advanced.
@@ -102,16 +114,20 @@ def store_quantised(
     something else.
     """
     UB: tl.constexpr = x.shape[0]
-    codes, scale = quantise_units(x)
-    tl.store(scales + u, scale, mask=live)
     place = tl.arange(0, 4)[None, None, :]
-    word = tl.sum((tl.reshape(codes, [UB, 32, 4]) & 255) << (8 * place), axis=2)
     t = tl.arange(0, 32)[None, :]
     if WORDS:
+        codes, scale = quantise_groups(x)
+        tl.store(scales + u, scale, mask=live)
+        word = tl.sum((tl.reshape(codes, [UB, 32, 4]) & 255) << (8 * place), axis=2)
         tl.store(words + u[:, None] * 32 + t, word, mask=live[:, None])
     if LANES:
+        codes, scale = quantise_groups(tl.reshape(x, [4 * UB, 32]))
+        j = tl.arange(0, 4)[None, :]
+        tl.store(fine + u[:, None] * 4 + j, tl.reshape(scale, [UB, 4]), mask=live[:, None])
+        word = tl.sum((tl.reshape(codes, [UB, 32, 4]) & 255) << (8 * place), axis=2)
         tl.store(lanes + ((t // 4) * U + u[:, None]) * 4 + t % 4, word, mask=live[:, None])
-    if SUMS:
+    if SUMS:  # of the codes of lanes
         halves = tl.reshape(tl.sum(tl.reshape(codes, [UB, 8, 16]), axis=2), [UB, 4, 2])
         second = tl.arange(0, 2)[None, None, :] == 1
         pair = tl.sum(tl.where(second, halves << 16, halves & 0xFFFF), axis=2)
@@ -120,7 +136,7 @@ def store_quantised(
 
 @triton.jit
 def _quantise_block(
-    x, x_stride, row, block, scales, words, lanes, sums,
+    x, x_stride, row, block, scales, words, lanes, fine, sums,
     U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     u = block * UB + tl.arange(0, UB)
@@ -128,14 +144,14 @@ def _quantise_block(
     at = u[:, None] * 128 + tl.arange(0, 128)[None, :]
     values = tl.load(x + row * x_stride + at, mask=live[:, None], other=0.0).to(tl.float32)
     store_quantised(
-        values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
-        U, WORDS, LANES, SUMS,
+        values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), fine + row * (4 * U),
+        sums + row * (4 * U), U, WORDS, LANES, SUMS,
     )  # fmt: skip
 
 
 @triton.jit
 def _swiglu_block(
-    gate, up, x_stride, weights, clamp, hidden, row, block, scales, words, lanes, sums,
+    gate, up, x_stride, weights, clamp, hidden, row, block, scales, words, lanes, fine, sums,
     U: tl.constexpr, UB: tl.constexpr, WEIGHTS: tl.constexpr, HIDDEN: tl.constexpr, CODES: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -152,25 +168,25 @@ def _swiglu_block(
         tl.store(hidden + row * (128 * U) + at, values.to(hidden.dtype.element_ty), mask=live[:, None])
     if CODES:
         store_quantised(
-            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
-            U, WORDS, LANES, SUMS,
+            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), fine + row * (4 * U),
+            sums + row * (4 * U), U, WORDS, LANES, SUMS,
         )  # fmt: skip
 
 
 @triton.jit
 def _quantise_kernel(
-    x, x_stride, scales, words, lanes, sums,
+    x, x_stride, scales, words, lanes, fine, sums,
     U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     PDL: tl.constexpr = 0,
 ):  # fmt: skip
     behind(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _quantise_block(x, x_stride, row, tl.program_id(1), scales, words, lanes, sums, U, UB, WORDS, LANES, SUMS)
+    _quantise_block(x, x_stride, row, tl.program_id(1), scales, words, lanes, fine, sums, U, UB, WORDS, LANES, SUMS)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, x_stride, weight, eps, normed, normed_stride, scales, words, lanes, sums,
+    x, x_stride, weight, eps, normed, normed_stride, scales, words, lanes, fine, sums,
     U: tl.constexpr, UB: tl.constexpr, WEIGHT: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     PDL: tl.constexpr = 0,
@@ -189,28 +205,28 @@ def _rms_norm_kernel(
         tl.store(normed + row * normed_stride + at, values.to(normed.dtype.element_ty), mask=live[:, None])
     if CODES:
         store_quantised(
-            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), sums + row * (4 * U),
-            U, WORDS, LANES, SUMS,
+            values, u, live, scales + row * U, words + row * (32 * U), lanes + row * (32 * U), fine + row * (4 * U),
+            sums + row * (4 * U), U, WORDS, LANES, SUMS,
         )  # fmt: skip
 
 
 @triton.jit
 def _swiglu_kernel(
-    gate, up, x_stride, weights, clamp, hidden, scales, words, lanes, sums,
+    gate, up, x_stride, weights, clamp, hidden, scales, words, lanes, fine, sums,
     U: tl.constexpr, UB: tl.constexpr, WEIGHTS: tl.constexpr, HIDDEN: tl.constexpr, CODES: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _swiglu_block(
-        gate, up, x_stride, weights, clamp, hidden, row, tl.program_id(1), scales, words, lanes, sums,
+        gate, up, x_stride, weights, clamp, hidden, row, tl.program_id(1), scales, words, lanes, fine, sums,
         U, UB, WEIGHTS, HIDDEN, CODES, WORDS, LANES, SUMS,
     )  # fmt: skip
 
 
 @triton.jit
 def _both_kernel(
-    x, x_stride, scales, words, lanes, sums, rows,
-    gate, up, s_stride, clamp, s_scales, s_words, s_lanes, s_sums,
+    x, x_stride, scales, words, lanes, fine, sums, rows,
+    gate, up, s_stride, clamp, s_scales, s_words, s_lanes, s_fine, s_sums,
     U: tl.constexpr, S_U: tl.constexpr, UB: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
     S_WORDS: tl.constexpr, S_LANES: tl.constexpr, S_SUMS: tl.constexpr,
     PDL: tl.constexpr = 0,
@@ -219,10 +235,10 @@ def _both_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if row < rows:
-        _quantise_block(x, x_stride, row, block, scales, words, lanes, sums, U, UB, WORDS, LANES, SUMS)
+        _quantise_block(x, x_stride, row, block, scales, words, lanes, fine, sums, U, UB, WORDS, LANES, SUMS)
     else:
         _swiglu_block(
-            gate, up, s_stride, gate, clamp, gate, row - rows, block, s_scales, s_words, s_lanes, s_sums,
+            gate, up, s_stride, gate, clamp, gate, row - rows, block, s_scales, s_words, s_lanes, s_fine, s_sums,
             S_U, UB, False, False, True, S_WORDS, S_LANES, S_SUMS,
         )  # fmt: skip
 
@@ -230,15 +246,13 @@ def _both_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def _targets(out: Quantised | None, stand_in: Tensor) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
-    """The four pointers of a `Quantised`, a stand-in where there is none, and which are there."""
+def quantised_args(out: Quantised | None, stand_in: Tensor) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
+    """The five pointers of a `Quantised`, a stand-in where there is none, and which are there."""
     if out is None:
-        return (stand_in,) * 4, {"WORDS": False, "LANES": False, "SUMS": False}
-    parts = (out.words, out.lanes, out.sums)
-    tensors = tuple(out.scales if t is None else t for t in parts)
-    return (out.scales, *tensors), {
-        name: t is not None for name, t in zip(("WORDS", "LANES", "SUMS"), parts, strict=True)
-    }
+        out = Quantised()
+    parts = {"WORDS": out.words, "LANES": out.lanes, "SUMS": out.sums}
+    tensors = (out.scales, out.words, out.lanes, out.fine, out.sums)
+    return tuple(stand_in if t is None else t for t in tensors), {name: t is not None for name, t in parts.items()}
 
 
 def _check(x: Tensor, channels: int, out: Quantised | None) -> int:
@@ -253,7 +267,7 @@ def _check(x: Tensor, channels: int, out: Quantised | None) -> int:
 def quantise(x: Tensor, out: Quantised) -> None:
     """x float32, bfloat16 or float16 [rows, k], rows contiguous -> `out`."""
     units = _check(x, x.shape[1], out)
-    targets, orders = _targets(out, x)
+    targets, orders = quantised_args(out, x)
     block = min(4, triton.next_power_of_2(units))
     _quantise_kernel[(x.shape[0], triton.cdiv(units, block))](
         x,
@@ -279,7 +293,7 @@ def rms_norm_quantise(
         normed: any float dtype [rows, k], takes the normalised rows as they are, or None.
     """
     units = _check(x, x.shape[1], out)
-    targets, orders = _targets(out, x)
+    targets, orders = quantised_args(out, x)
     block = triton.next_power_of_2(units)
     _rms_norm_kernel[(x.shape[0],)](
         x,
@@ -312,7 +326,7 @@ def swiglu_quantise(
     """
     k = gate_up.shape[1] // 2
     units = _check(gate_up, k, out)
-    targets, orders = _targets(out, gate_up)
+    targets, orders = quantised_args(out, gate_up)
     block = min(4, triton.next_power_of_2(units))
     _swiglu_kernel[(gate_up.shape[0], triton.cdiv(units, block))](
         gate_up,
@@ -339,8 +353,8 @@ def quantise_and_swiglu(x: Tensor, out: Quantised, gate_up: Tensor, clamp: float
     """
     k = gate_up.shape[1] // 2
     units, s_units = _check(x, x.shape[1], out), _check(gate_up, k, swiglu_out)
-    targets, orders = _targets(out, x)
-    s_targets, s_orders = _targets(swiglu_out, gate_up)
+    targets, orders = quantised_args(out, x)
+    s_targets, s_orders = quantised_args(swiglu_out, gate_up)
     block = min(4, triton.next_power_of_2(max(units, s_units)))
     _both_kernel[(x.shape[0] + gate_up.shape[0], triton.cdiv(max(units, s_units), block))](
         x,
