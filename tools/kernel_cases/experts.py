@@ -21,19 +21,19 @@ TILES = [Tile(steps=s, warps=w) for w in (1, 2, 4) for s in (1, 2, 4, 8)]
 TILES += [Tile(steps=s, warps=w, loop=True) for s, w in ((2, 1), (4, 1), (8, 1), (16, 1), (16, 4))]
 
 
-def _draws(bench: Bench, rows: int, nbytes: int) -> list[Tensor]:
+def draws(bench: Bench, rows: int, nbytes: int) -> list[Tensor]:
     """Choices of experts, enough of them to read other experts in each launch."""
     s = bench.shape
     count = max(bench.copies(nbytes), 8) if bench.on_gpu else 1
     return [bench.choices(rows, s.experts_used, s.experts) for _ in range(count)]
 
 
-def _nbytes(drawn: list[Tensor], per_expert: int, bench: Bench) -> int:
+def weight_bytes(drawn: list[Tensor], per_expert: int, bench: Bench) -> int:
     """Bytes of weights that the pairs of a launch read."""
     return per_expert if bench.compile_only else per_expert * drawn[0].numel()
 
 
-def _pairs(chosen: Tensor) -> list[tuple[int, int]]:
+def pairs_of(chosen: Tensor) -> list[tuple[int, int]]:
     flat = chosen.flatten().tolist()
     step = max(1, len(flat) // CHECKED)
     return list(enumerate(flat))[::step]
@@ -47,10 +47,10 @@ def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Cas
         for rows in bench.rows:
             x = bench.activations(rows, s.hidden, words=False, lanes=True, sums=True)
             out = bench.empty(rows * s.experts_used, s.expert_hidden)
-            drawn = _draws(bench, rows, per_expert * s.experts_used * rows)
+            drawn = draws(bench, rows, per_expert * s.experts_used * rows)
 
             def check(x=x, out=out, drawn=drawn) -> float:
-                values, pairs = x.dequantise().double(), _pairs(drawn[0])
+                values, pairs = x.dequantise().double(), pairs_of(drawn[0])
                 expected = []
                 for pair, e in pairs:
                     both = torch.cat((bench.weight(gate, e), bench.weight(up, e)))
@@ -58,7 +58,7 @@ def _gate_up(type: T, layout: Iq2Layout = "b") -> Callable[[Bench], Iterator[Cas
                 assert bool(torch.isfinite(out).all())
                 return error(out[[pair for pair, _ in pairs]], torch.cat(expected))
 
-            nbytes = _nbytes(drawn, per_expert, bench)
+            nbytes = weight_bytes(drawn, per_expert, bench)
             for label, tile in tiles(bench, None, TILES):
                 runs = [
                     lambda c=c, x=x, out=out, tile=tile: gate_up(x, c, gate, up, s.swiglu_clamp, out, tile)
@@ -81,21 +81,21 @@ def _down(type: T, layout: Iq2Layout = "b", form: str = "partials") -> Callable[
             weights = bench.rand(rows, s.experts_used) + 0.1
             places = 1 if form == "sum" else s.experts_used + (form == "shared")
             out = bench.empty(rows, places, s.hidden)
-            drawn = _draws(bench, rows, per_expert * s.experts_used * rows)
+            drawn = draws(bench, rows, per_expert * s.experts_used * rows)
 
             def check(h=h, shared_x=shared_x, weights=weights, out=out, drawn=drawn) -> float:
                 assert bool(torch.isfinite(out).all())
                 if form == "sum":
                     y = _products(bench, planes, h, weights, list(enumerate(drawn[0][0].tolist())))
                     return error(out[0, 0], y.sum(0))
-                pairs = _pairs(drawn[0])
+                pairs = pairs_of(drawn[0])
                 y = _products(bench, planes, h, weights, pairs)
                 worst = error(out[:, : s.experts_used].flatten(0, 1)[[pair for pair, _ in pairs]], y)
                 if shared is not None:
                     worst = max(worst, error(out[:, -1], shared_x.dequantise().double() @ bench.weight(shared).t()))
                 return worst
 
-            nbytes = _nbytes(drawn, per_expert, bench) + (shared.nbytes if shared else 0)
+            nbytes = weight_bytes(drawn, per_expert, bench) + (shared.nbytes if shared else 0)
             both = (shared, shared_x) if shared else None
             for label, tile in tiles(bench, Tile() if form == "sum" else None, TILES):
                 if form == "sum":

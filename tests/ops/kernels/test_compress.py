@@ -67,7 +67,7 @@ class Layer:
         blocks = kz.shape[0] // self.ratio
         if blocks:
             # A value on the edge between two codes may fall on either side.
-            assert error(self.rows(slot, blocks), self.expected(kz)) < (2e-2 if self.key else 4e-3)
+            assert error(self.rows(slot, blocks), self.expected(kz)) < (2e-2 if self.key else 2e-3)
         ring, n = self.frontier.shape[2], kz.shape[0]
         last = torch.arange(max(0, n - ring), n)
         k, z = kz.cpu()[last].chunk(2, dim=1)

@@ -41,7 +41,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
 UNIT = 128
-"""Weights that share a lane of a kernel, and activations that share a scale."""
+"""Weights that share a lane of a kernel, and activations of Q8_0 matrices that share a scale."""
 
 Iq2Layout = Literal["a", "b"]
 """IQ2_XXS as magnitudes (a, 3.19 bits a weight, no table) or as grid rows (b, 2.19 bits)."""
