@@ -88,14 +88,14 @@ def _launch(
         sources = pointers(planes)
     chunks = planes.k // 8
     lanes = min(chunks & -chunks, _CHUNKS)
-    asm = use_asm(out)
-    rows = min(group_rows & -group_rows, _ROWS if asm else 64)  # the interpreter minds the number of programs only
+    # The interpreter minds the number of programs only.
+    rows = min(group_rows & -group_rows, 64 if triton.knobs.runtime.interpret else _ROWS)
     places = [t.stride(1) if t.dim() == 3 else 0 for t in (x, out)]
     _linear_kernel[(planes.n // rows, x.shape[0] * top)](
         *sources, x, x if chosen is None else chosen, x if weights is None else weights, out,
         x.stride(0), places[0], out.stride(0), places[1],
         FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=planes.experts or 0,
-        TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, ASM=asm,
+        TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, ASM=use_asm(out),
         num_warps=max(1, rows * lanes // 128),
     )  # fmt: skip
 
