@@ -1,8 +1,8 @@
 """Matrices times a few rows of float32, straight from planes, with nothing rounded: decode where numbers are the CPU's.
 
-Every program multiplies some rows of a matrix with one row of activations, in float32 and in an order of its own, so a
-result depends neither on how many rows there are nor on where its own is. Each row reads the matrix by itself: this is
-for models whose weights stay in the L2, and for others slow.
+Products and sums are those of float32 in an order that depends on the matrix alone, so a result depends neither on how
+many rows there are nor on where its own is. A program decodes what it reads for up to four rows: this is for models
+whose weights stay in the L2, and for others slow.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ds4.ops.kernels.expert_chunks import chunk_values
 from ds4.ops.kernels.expert_formats import load_table
 from ds4.ops.kernels.expert_programs import advance
 from ds4.ops.kernels.experts import FORMATS, pointers
-from ds4.ops.kernels.intrinsics import use_asm
+from ds4.ops.kernels.intrinsics import rounded_product, use_asm
 from ds4.ops.kernels.planes import F16Planes, Planes, Q8Planes
 
-_ROWS, _CHUNKS = 4, 128
-"""Rows of the matrix, and chunks of eight channels, that a program takes at once."""
+_ROWS, _CHUNKS, _TOGETHER = 4, 128, 4
+"""Rows of the matrix, chunks of eight channels and rows of activations that a program takes at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    p0, p1, p2, p3, table, x, chosen, weights, out, x_row, x_place, out_row, out_place,
+    p0, p1, p2, p3, table, x, chosen, weights, out, rows, x_row, x_place, out_row, out_place,
     FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, EXPERTS: tl.constexpr,
-    TOP: tl.constexpr, WEIGHTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr,
+    TOP: tl.constexpr, WEIGHTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """R rows of a matrix times one row of activations; EXPERTS > 0: of the matrix that a pair has chosen."""
-    pair = tl.program_id(1).to(tl.int64)
+    """R rows of a matrix times B rows of activations; EXPERTS > 0: times one, of the matrix that a pair has chosen."""
+    pair = tl.program_id(1).to(tl.int64) * B
     row0 = tl.program_id(0) * R
     first = row0.to(tl.int64)
     if EXPERTS > 0:
@@ -38,7 +38,7 @@ def _linear_kernel(
         if (expert < 0) | (expert >= EXPERTS):
             return
         first += expert.to(tl.int64) * N
-    x += pair // TOP * x_row + pair % TOP * x_place + row0 // GROUP_ROWS * K
+    x += row0 // GROUP_ROWS * K
     if FORMAT == "f16":
         p0 += first * K
         lut = (0, 0)
@@ -50,22 +50,33 @@ def _linear_kernel(
         lut = load_table(FORMAT, table)
     r = tl.arange(0, R)
     i = tl.arange(0, 8)
-    total = tl.zeros([R, C], tl.float32)
+    totals = ()
+    for _ in tl.static_range(B):
+        totals = totals + (tl.zeros([R, C], tl.float32),)
     for start in range(0, K // 8, C):
         c = start + tl.arange(0, C)
+        channel = c[:, None] * 8 + i[None, :]
         if FORMAT == "f16":
-            w = tl.load(p0 + r[:, None, None] * K + (c[:, None] * 8 + i[None, :])[None]).to(tl.float32)
+            w = tl.load(p0 + r[:, None, None] * K + channel[None]).to(tl.float32)
         else:
             here = c[None, :] + r[:, None] * 0
             w = chunk_values(
                 FORMAT, p0, p1, p2, p3, table, lut, r[:, None] + here * 0, here // 16, here // 4 % 4, here % 4,
                 K // 128, ASM,
             )  # fmt: skip
-        total += tl.sum(w * tl.load(x + (c[:, None] * 8 + i[None, :]))[None], axis=2)
-    y = tl.sum(total, axis=1)
-    if WEIGHTS:
-        y = y * tl.load(weights + pair)
-    tl.store(out + pair // TOP * out_row + pair % TOP * out_place + row0 + r, y)
+        sums = ()
+        for b in tl.static_range(B):
+            one = tl.minimum(pair + b, rows - 1)
+            values = tl.load(x + (one // TOP * x_row + one % TOP * x_place) + channel)
+            values = tl.broadcast_to(values[None], [R, C, 8])
+            sums = sums + (totals[b] + tl.sum(rounded_product(w, values, ASM), axis=2),)
+        totals = sums
+    for b in tl.static_range(B):
+        y = tl.sum(totals[b], axis=1)
+        one = pair + b
+        if WEIGHTS:
+            y = y * tl.load(weights + one)
+        tl.store(out + one // TOP * out_row + one % TOP * out_place + row0 + r, y, mask=r < tl.where(one < rows, R, 0))
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -91,11 +102,13 @@ def _launch(
     # The interpreter minds the number of programs only.
     rows = min(group_rows & -group_rows, 64 if triton.knobs.runtime.interpret else _ROWS)
     places = [t.stride(1) if t.dim() == 3 else 0 for t in (x, out)]
-    _linear_kernel[(planes.n // rows, x.shape[0] * top)](
+    pairs = x.shape[0] * top
+    together = 1 if chosen is not None else min(_TOGETHER, triton.next_power_of_2(pairs))
+    _linear_kernel[(planes.n // rows, triton.cdiv(pairs, together))](
         *sources, x, x if chosen is None else chosen, x if weights is None else weights, out,
-        x.stride(0), places[0], out.stride(0), places[1],
+        pairs, x.stride(0), places[0], out.stride(0), places[1],
         FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=planes.experts or 0,
-        TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, ASM=use_asm(out),
+        TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, B=together, ASM=use_asm(out),
         num_warps=max(1, rows * lanes // 128),
     )  # fmt: skip
 
