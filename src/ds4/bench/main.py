@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ds4 import __version__
 from ds4.bench.run import Job, Layout, run, wide_console
 from ds4.bench.settings import Outputs
 from ds4.errors import Ds4Error
@@ -23,6 +24,12 @@ _WALK, _RUN, _OUT, _OTHER = "What is measured", "Model and device", "Results", "
 
 def _flag(*names: str, panel: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, help=help, **more)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"ds4-bench {__version__}")
+        raise typer.Exit
 
 
 @app.command()
@@ -80,6 +87,9 @@ def bench(
         Path | None, _flag("--dump-frontier-logits-dir", panel=_OUT, help="write the logits at each context, .npy")
     ] = None,
     note: Annotated[str, _flag("--note", panel=_OUT, help="a remark to keep with the results")] = "",
+    version: Annotated[
+        bool, _flag("--version", panel=_OTHER, help="print the version", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Measure prefill and decode at growing contexts, and what limits them (docs/performance.md)."""
     if threshold is not None and compare is None:

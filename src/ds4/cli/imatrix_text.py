@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ds4 import __version__
 from ds4.cli.main import OK, complain, run
 from ds4.cli.options import Parser, file_name, template, whole
 
@@ -27,6 +28,7 @@ def build_parser() -> Parser:
         description="Render conversations (.jsonl) and plain text (other files) into one file of prompts, which ds4"
         " --imatrix-dataset and the C engine read.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="print the version")
     parser.add_argument("sources", nargs="+", metavar="FILE", type=file_name, help=".jsonl: conversations; else text")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", type=file_name, help="file to write")
     mode = "render each conversation as given, with thinking, without (nothink), or twice (both) (given)"

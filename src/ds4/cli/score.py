@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ds4 import __version__
 from ds4.cli.main import INTERRUPTED, OK, complain, load_engine, run
 from ds4.cli.options import MAX_THREADS, Options, Parser, device_name, expert_layout, file_name, template, whole
 
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
         description="Score given continuations with a model, or compare two results.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="print the version")
     cases = "continuations: a .jsonl file, a manifest.tsv, or a folder with one"
     parser.add_argument("cases", nargs="?", metavar="CASES", type=file_name, help=cases)
     parser.add_argument("-o", "--out", metavar="FILE", type=file_name, help="file for the result (JSON)")

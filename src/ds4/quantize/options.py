@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds4 import __version__
+
 MAX_JOBS = 1024
 
 _EPILOG = """\
@@ -78,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {__version__}", help="print the version")
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with config.json, tokenizer.json, *.safetensors")
     add("-o", "--out", type=Path, metavar="FILE", help="file to write; drafts go to FILE-mtp.gguf or FILE-dspark.gguf")
     add(
