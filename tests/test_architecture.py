@@ -24,7 +24,7 @@ ALLOWED = {
     "model": {"errors", "gguf", "ops"},
     "engine": {"errors", "gguf", "ops", "model", "tokenizer"},
     "kvstore": {"errors", "gguf", "engine"},
-    "quantize": {"errors", "process", "files", "gguf", "ops", "model", "tokenizer", "chat", "engine"},
+    "quantize": {TOP, "errors", "process", "files", "gguf", "ops", "model", "tokenizer", "chat", "engine"},
     "evals": {"errors", "files", "tokenizer", "chat", "engine"},
     "server": {TOP, "errors", "process", "gguf", "tokenizer", "chat", "engine", "kvstore"},
     "cli": {TOP, "errors", "process", "files", "gguf", "tokenizer", "chat", "engine", "kvstore", "quantize", "evals"},

@@ -58,10 +58,10 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--api-key"], "argument --api-key: expected one argument"),
         (["--api-key", "hush", "--ctx", "0"], "ctx is 0"),
         (["--api-key-file", ""], "the name is empty"),
-        (["--max-queue", "-1"], "max_queue is -1"),
-        (["--max-sessions", "0"], "max_sessions is 0"),
-        (["--request-timeout", "-1"], "request_timeout is -1.0"),
-        (["--step-timeout", "inf"], "step_timeout is inf"),
+        (["--max-queue", "-1"], "--max-queue is -1"),
+        (["--max-sessions", "0"], "--max-sessions is 0"),
+        (["--request-timeout", "-1"], "--request-timeout is -1.0"),
+        (["--step-timeout", "inf"], "--step-timeout is inf"),
         (["--backend", "rocm"], "the backend rocm is not built yet"),
         (["--frobnicate"], "--frobnicate"),
         (["--ctx", "many"], "many"),
@@ -183,14 +183,27 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         assert done.stdout.splitlines()[-1] == f"{status} []"
 
 
-def test_impossible_values_are_refused_in_code_too() -> None:
+def test_impossible_values_are_refused_by_the_flag_that_sets_them() -> None:
+    """In code too, where whoever reads it knows the attribute as well."""
+    flags = {flag: action.dest for action in build_parser()._actions for flag in action.option_strings}
     for values in (
+        {"ctx": 0},
+        {"max_tokens": -1},
         {"max_sessions": 0},
+        {"max_queue": -1},
         {"threads": 0},
         {"threads": 1025},
+        {"prefill_chunk": 0},
+        {"request_timeout": -1},
+        {"expert_layout": "c"},
         {"host": ""},
+        {"port": -1},
         {"scripted_kv_bytes": -1},
+        {"tool_memory_max_ids": -1},
         {"checkpoint_mb": -1},
+        {"kv_disk_space_mb": 0},
+        {"kv_cache_cold_max_tokens": 1},
     ):
-        with pytest.raises(Ds4Error, match=next(iter(values))):
+        with pytest.raises(Ds4Error) as error:
             ServerConfig(**values)  # type: ignore[arg-type]
+        assert flags[str(error.value).split()[0]] == next(iter(values))

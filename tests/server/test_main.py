@@ -126,7 +126,7 @@ def test_the_layout_of_the_experts_is_passed_on_and_logged(
     monkeypatch.setattr(Engine, "expert_layout", "b")
     assert load_backend(ServerConfig(model=model, expert_layout="a")).engine.config.expert_layout == "a"
     assert "experts are in layout B (--expert-layout a)" in caplog.text
-    with pytest.raises(Ds4Error, match="expert_layout is 'c', but must be auto, a or b"):
+    with pytest.raises(Ds4Error, match="--expert-layout is 'c', but must be auto, a or b"):
         ServerConfig(expert_layout="c")  # type: ignore[arg-type]
 
 

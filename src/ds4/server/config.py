@@ -158,35 +158,44 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, low in (("ctx", 1), ("max_tokens", 0), ("max_sessions", 1), ("max_queue", 0), ("checkpoint_mb", 0)):
             if getattr(self, name) < low:
-                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be at least {low}")
+                raise Ds4Error(f"{_flag(name)} is {getattr(self, name)}, but must be at least {low}")
         for name in _KV_LIMITS:
             if getattr(self, name) < _KV_LIMITS[name]:
-                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be at least {_KV_LIMITS[name]}")
+                raise Ds4Error(f"{_flag(name)} is {getattr(self, name)}, but must be at least {_KV_LIMITS[name]}")
         if 0 < self.kv_cache_cold_max_tokens < self.kv_cache_min_tokens:
             raise Ds4Error(
-                f"kv_cache_cold_max_tokens is {self.kv_cache_cold_max_tokens}, but must be 0 or at least"
-                f" kv_cache_min_tokens, {self.kv_cache_min_tokens}"
+                f"--kv-cache-cold-max-tokens is {self.kv_cache_cold_max_tokens}, but must be 0 or at least"
+                f" --kv-cache-min-tokens, {self.kv_cache_min_tokens}"
             )
         for name in ("threads", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise Ds4Error(f"{name} is {value}, but must be at least 1")
+                raise Ds4Error(f"{_flag(name)} is {value}, but must be at least 1")
         for name in ("request_timeout", "step_timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise Ds4Error(f"{name} is {getattr(self, name)}, but must be a number of seconds, or 0 for no limit")
+                raise Ds4Error(
+                    f"{_flag(name)} is {getattr(self, name)}, but must be a number of seconds, or 0 for no limit"
+                )
         if self.threads is not None and self.threads > MAX_THREADS:
-            raise Ds4Error(f"threads is {self.threads}, but must be at most {MAX_THREADS}")
+            raise Ds4Error(f"--threads is {self.threads}, but must be at most {MAX_THREADS}")
         if self.expert_layout not in ("auto", "a", "b"):
-            raise Ds4Error(f"expert_layout is {self.expert_layout!r}, but must be auto, a or b")
+            raise Ds4Error(f"--expert-layout is {self.expert_layout!r}, but must be auto, a or b")
         # An empty address would mean all networks of the machine.
         if not self.host.strip():
-            raise Ds4Error("host is empty; give an address, such as 127.0.0.1")
-        if self.scripted_kv_bytes < 0 or self.tool_memory_max_ids < 0:
-            raise Ds4Error("scripted_kv_bytes and tool_memory_max_ids cannot be negative")
+            raise Ds4Error("--host is empty; give an address, such as 127.0.0.1")
+        for name in ("scripted_kv_bytes", "tool_memory_max_ids"):
+            if getattr(self, name) < 0:
+                raise Ds4Error(f"{_flag(name)} is {getattr(self, name)}, but must be at least 0")
         if not 0 <= self.port <= 65535:
-            raise Ds4Error(f"port is {self.port}, but must be from 0 to 65535")
+            raise Ds4Error(f"--port is {self.port}, but must be from 0 to 65535")
         for key in self.api_keys:
             check_api_key(key)
+
+
+def _flag(name: str) -> str:
+    """The flag that fills an attribute: whoever started the server knows only that."""
+    others = {"max_tokens": "--tokens", "scripted_kv_bytes": "--scripted-kv-bytes-per-token"}
+    return others.get(name) or "--" + name.replace("_", "-")
 
 
 def check_api_key(key: str) -> str:
