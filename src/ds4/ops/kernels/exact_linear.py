@@ -48,7 +48,9 @@ def _linear_kernel(
     else:
         p0, p1, p2, p3 = advance(FORMAT, p0, p1, p2, p3, first, K // 128)
         lut = load_table(FORMAT, table)
-    r = tl.arange(0, R)
+    # The last program may have fewer rows: it takes the last of them again, and does not store it.
+    here = tl.minimum(R, N - row0)
+    r = tl.minimum(tl.arange(0, R), here - 1)
     i = tl.arange(0, 8)
     totals = ()
     for _ in tl.static_range(B):
@@ -59,10 +61,9 @@ def _linear_kernel(
         if FORMAT == "f16":
             w = tl.load(p0 + r[:, None, None] * K + channel[None]).to(tl.float32)
         else:
-            here = c[None, :] + r[:, None] * 0
+            of_row, k = tl.broadcast(r[:, None], c[None, :])
             w = chunk_values(
-                FORMAT, p0, p1, p2, p3, table, lut, r[:, None] + here * 0, here // 16, here // 4 % 4, here % 4,
-                K // 128, ASM,
+                FORMAT, p0, p1, p2, p3, table, lut, of_row, k // 16, k // 4 % 4, k % 4, K // 128, ASM
             )  # fmt: skip
         sums = ()
         for b in tl.static_range(B):
@@ -76,7 +77,8 @@ def _linear_kernel(
         one = pair + b
         if WEIGHTS:
             y = y * tl.load(weights + one)
-        tl.store(out + one // TOP * out_row + one % TOP * out_place + row0 + r, y, mask=r < tl.where(one < rows, R, 0))
+        at = out + one // TOP * out_row + one % TOP * out_place + row0 + tl.arange(0, R)
+        tl.store(at, y, mask=tl.arange(0, R) < tl.where(one < rows, here, 0))
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -100,11 +102,13 @@ def _launch(
     chunks = planes.k // 8
     lanes = min(chunks & -chunks, _CHUNKS)
     # The interpreter minds the number of programs only.
-    rows = min(group_rows & -group_rows, 64 if triton.knobs.runtime.interpret else _ROWS)
+    rows = min(triton.next_power_of_2(group_rows), 64 if triton.knobs.runtime.interpret else _ROWS)
+    if group_rows < planes.n:  # a program's rows are of one group
+        rows = min(rows, group_rows & -group_rows)
     places = [t.stride(1) if t.dim() == 3 else 0 for t in (x, out)]
     pairs = x.shape[0] * top
     together = 1 if chosen is not None else min(_TOGETHER, triton.next_power_of_2(pairs))
-    _linear_kernel[(planes.n // rows, triton.cdiv(pairs, together))](
+    _linear_kernel[(triton.cdiv(planes.n, rows), triton.cdiv(pairs, together))](
         *sources, x, x if chosen is None else chosen, x if weights is None else weights, out,
         pairs, x.stride(0), places[0], out.stride(0), places[1],
         FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=planes.experts or 0,
