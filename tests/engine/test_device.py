@@ -112,8 +112,8 @@ def test_a_plan_fills_what_the_configuration_leaves_open(tiny: ModelFile) -> Non
     plenty = devices.plan_for(tiny, ds4.EngineConfig(), 64 * GIB).options
     assert (plenty.context, plenty.sessions, plenty.chunk) == (tiny.shape.context, 8, 2048)
     assert plenty.quality
-    bytes = devices.plan_for(tiny, ds4.EngineConfig(quality=False), 64 * GIB).options
-    assert (bytes.chunk, bytes.quality) == (4096, False)
+    fast = devices.plan_for(tiny, ds4.EngineConfig(quality=False), 64 * GIB).options
+    assert (fast.chunk, fast.quality) == (4096, False)
     tight = devices.plan_for(tiny, ds4.EngineConfig(), int(1.5 * GIB))
     assert 32768 <= tight.options.context < tiny.shape.context
     assert tight.card_bytes <= 1.5 * GIB * 31 / 32  # a little is left

@@ -40,7 +40,7 @@ class EngineConfig:
     Attributes:
         context: most tokens of a session; None: what the model file says, on a CUDA device as much of it as fits.
         prefill_chunk: most tokens of one session evaluated in one step of a prefill; None: 512, on a CUDA device 4,096
-            or what fits.
+            (2,048 with `quality`) or what fits.
         sessions: how many can be live at once on a CUDA device, forks included, each of `context` tokens: memory is
             set aside for them. None: 8, or as many as fit. On the CPU memory is taken as it is needed, without a limit.
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
@@ -49,7 +49,7 @@ class EngineConfig:
             second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
         quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the
             results are nearly those of the CPU, and slow but for small models. None: where the weights take up to
-            256 MiB. The CPU always computes so. Of an engine that was loaded on a CUDA device: what is done.
+            32 MiB. The CPU always computes so. Of an engine that was loaded on a CUDA device: what is done.
         expert_layout: how a CUDA device holds experts of type IQ2_XXS: "b" (2.19 bits a weight), "a" (3.19 bits, a
             little faster for many sessions) or "auto": A where everything fits with it, else B. The results are the
             same. Other types, and the CPU, have one layout only. Of an engine that was loaded: the one that was taken.

@@ -20,8 +20,8 @@ from ds4.gguf import writer
 from ds4.gguf.file import ModelFile, embedded_model_path, open_model
 from ds4.gguf.shape import FLASH, Shape
 from ds4.model.cuda import plan
-from ds4.model.cuda.exact import ExactModel
-from ds4.model.cuda.forward import Buffers, DeviceModel
+from ds4.model.cuda.exact import ExactBuffers, ExactModel
+from ds4.model.cuda.forward import Buffers, DeviceModel, StepBuffers
 from ds4.model.cuda.pool import DeviceCache
 from ds4.model.cuda.runner import CudaRunner
 from ds4.model.cuda.sampling import TokenSampler
@@ -163,7 +163,10 @@ def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int, exact: boo
     weights = DeviceWeights.load(FileBytes(file), "cpu")
     model = (ExactModel if exact else DeviceModel)(weights, DeviceCache(SHAPE, "cpu", 1, 512))
     keys = model.scores.shape[1]
-    own = nbytes(model.buffers(rows)) - nbytes(model.scores)
+    buffers = model.buffers(rows)
+    assert isinstance(buffers, ExactBuffers if exact else StepBuffers)
+    assert buffers.parts.out.shape[1] == (plan.EXACT_SPLITS if exact else splits_for(rows, SHAPE.heads))
+    own = nbytes(buffers) - nbytes(model.scores)
     planned = plan.step_bytes(SHAPE, rows, keys, exact) + 4 * rows * SHAPE.vocab
     assert own <= planned < 1.5 * own
     assert [plan.splits(n, 64) for n in plan.BUCKETS] == [splits_for(n, 64) for n in plan.BUCKETS]
@@ -205,10 +208,11 @@ def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("quality", [False, True])
 def test_chosen_tokens_are_evaluated_before_anybody_asks(
-    file: ModelFile, device: str, monkeypatch: pytest.MonkeyPatch
+    file: ModelFile, device: str, monkeypatch: pytest.MonkeyPatch, quality: bool
 ) -> None:
-    engine = load(file, device)
+    engine = load(file, device, replace(CONFIG, quality=quality))
     sessions = [engine.session() for _ in range(2)]
     for number, session in enumerate(sessions):
         session.sync(IDS[number:])

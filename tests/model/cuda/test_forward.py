@@ -204,6 +204,21 @@ def test_sessions(weights: DeviceWeights) -> None:
     assert runner.model.cache.free_slots == CONFIG.slots
 
 
+def test_attention_that_float16_does_not_hold_takes_float32(weights: DeviceWeights) -> None:
+    """The same numbers, but for rounding."""
+    found = []
+    for fits in (True, False):
+        runner = CudaRunner(weights, CONFIG)
+        assert runner.model.attention_fits == [True] * SHAPE.layers
+        runner.model.attention_fits[:] = [fits] * SHAPE.layers
+        found.append(runner.evaluate([(runner.new_state(), IDS[:12])], ["all"], None, None)[0])
+    first, second = found
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second) != ON_GPU
+    assert float((first - second).norm() / second.norm()) < 5e-2
+
+
 class Recorder(TorchDispatchMode):
     """The names of all torch operations."""
 

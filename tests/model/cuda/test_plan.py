@@ -186,7 +186,7 @@ def test_small_models_take_floats_if_nobody_says():
     assert is_small(tensors)
     assert not is_small(tensors_of(FLASH, Q2))
     # Experts that all layers share are there once.
-    middle = replace(TINY, expert_hidden=2048, layers=12, ratios=TINY.ratios * 2, experts=64)
+    middle = replace(TINY, expert_hidden=1024, experts=32)
     assert is_small(tensors_of(middle, MXFP4, sets=1))
     assert not is_small(tensors_of(middle, MXFP4))
     for quality in (None, True, False):

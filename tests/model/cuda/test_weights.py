@@ -16,7 +16,15 @@ from ds4.gguf.file import embedded_model_path, open_model
 from ds4.gguf.shape import TINY
 from ds4.model.cuda.runner import CudaRunner, RunnerConfig
 from ds4.model.cuda.support import check_shape
-from ds4.model.cuda.weights import DeviceWeights, FileBytes, TensorBytes, _convert, copy_parts
+from ds4.model.cuda.weights import (
+    CompressorWeights,
+    DeviceLayer,
+    DeviceWeights,
+    FileBytes,
+    TensorBytes,
+    _convert,
+    copy_parts,
+)
 from ds4.ops.kernels.planes import Planes, Q8Planes, unpack
 from tests.helpers import random_tensors
 
@@ -129,30 +137,66 @@ def test_experts_that_are_no_numbers_are_refused(device: str) -> None:
     CudaRunner(broken, replace(config, quality=True))  # in float32, where it is the numbers' own business
 
 
-def test_attention_that_float16_does_not_hold_is_refused(device: str) -> None:
-    weights = DeviceWeights.load(FileBytes(open_model(embedded_model_path())), device)
-    weights.check_attention()
-    layer, config = weights.layers[2], RunnerConfig(context=256, slots=1)
-    kv_norm, rows = layer.kv_norm.clone(), layer.compressors["rows"]
-    kv_norm[5] = float("nan")
-    changes = {
-        "attn_kv_a_norm or attn_compressor_norm": [
-            replace(layer, kv_norm=kv_norm),
-            replace(layer, compressors=layer.compressors | {"rows": replace(rows, norm=rows.norm * 1e5)}),
-        ],
-        "attn_output_a": [replace(layer, output_a=scaled(layer.output_a, factor)) for factor in (2e4, float("inf"))],
-        "attn_output_b": [replace(layer, output_b=scaled(layer.output_b, 3e5))],
-    }
-    for name, layers in changes.items():
-        for changed in layers:
-            broken = replace(weights, layers=(*weights.layers[:2], changed, *weights.layers[3:]))
-            with pytest.raises(Ds4Error, match=rf"blk\.2\.{name}: too large .* --quality"):
-                CudaRunner(broken, config)
-    CudaRunner(broken, replace(config, quality=True))
+NORMS = "attn_kv_a_norm or attn_compressor_norm"
+
+
+@pytest.fixture(scope="module")
+def tiny_weights(device: str) -> DeviceWeights:
+    return DeviceWeights.load(FileBytes(open_model(embedded_model_path())), device)
+
+
+def with_layer(weights: DeviceWeights, **changes: Any) -> DeviceWeights:
+    """Another third layer."""
+    changed = replace(weights.layers[2], **changes)
+    return replace(weights, layers=(*weights.layers[:2], changed, *weights.layers[3:]))
 
 
 def scaled(planes: Q8Planes, factor: float) -> Q8Planes:
     return replace(planes, scales=(planes.scales.float() * factor).half())
+
+
+def with_rows(layer: DeviceLayer, factor: float) -> dict[str, CompressorWeights]:
+    rows = layer.compressors["rows"]
+    return layer.compressors | {"rows": replace(rows, norm=rows.norm * factor)}
+
+
+def test_attention_that_is_no_number_or_too_large_is_refused(tiny_weights: DeviceWeights) -> None:
+    layer, config = tiny_weights.layers[2], RunnerConfig(context=256, slots=1)
+    kv_norm = layer.kv_norm.clone()
+    kv_norm[5] = float("nan")
+    changes: list[tuple[dict[str, Any], str, str]] = [
+        ({"kv_norm": kv_norm}, NORMS, "no number"),
+        ({"kv_norm": layer.kv_norm * 1e5}, NORMS, "so large .* --quality"),
+        ({"compressors": with_rows(layer, 1e5)}, NORMS, "so large .* --quality"),
+        ({"output_a": scaled(layer.output_a, float("inf"))}, "attn_output_a", "no number"),
+        ({"output_b": scaled(layer.output_b, float("inf"))}, "attn_output_b", "no number"),
+    ]
+    for change, name, message in changes:
+        broken = with_layer(tiny_weights, **change)
+        with pytest.raises(Ds4Error, match=rf"blk\.2\.{name}: .*{message}"):
+            CudaRunner(broken, config)
+        CudaRunner(broken, replace(config, quality=True))
+
+
+def test_where_float16_holds_the_attentions_projections(tiny_weights: DeviceWeights) -> None:
+    """By a row's length, that of a group of heads, and that of the longest row of the matrix."""
+    s, layer = TINY, tiny_weights.layers[2]
+    assert tiny_weights.attention_fits() == [True] * s.layers
+    # All scales and all weights of the norms are the same, so that the bound can be written down.
+    norm = torch.full_like(layer.kv_norm, 2.0)
+    a, b = (replace(planes, scales=torch.ones_like(planes.scales)) for planes in (layer.output_a, layer.output_b))
+    channels = s.heads // s.o_groups * s.head_dim
+    bound = 1.1 * s.head_dim**0.5 * 2 * (s.heads / s.o_groups) ** 0.5 * 128 * channels**0.5
+    plain = with_layer(tiny_weights, kv_norm=norm, compressors=with_rows(layer, 0.0), output_b=scaled(b, 1e-3))
+    for part, fits in ((0.99, True), (1.01, False)):
+        changed = with_layer(plain, output_a=scaled(a, part * 65504 / bound))
+        assert changed.attention_fits() == [True, True, fits, True, True, True]
+    # Where rows are short, the values of a matrix count by themselves.
+    short = with_layer(plain, kv_norm=norm * 1e-4)
+    for name, planes in (("output_a", a), ("output_b", b)):
+        for part, fits in ((0.99, True), (1.01, False)):
+            changed = with_layer(short, **({"output_a": scaled(a, 1e-3)} | {name: scaled(planes, part * 65504 / 128)}))
+            assert changed.attention_fits()[2] == fits
 
 
 def without_scales(planes: Any) -> Any:

@@ -30,10 +30,11 @@ def test_dense(type, n, k, rows, device):
     planes = dense(type, n, k, device)
     # Rows stand in a larger buffer, as parts of a layer's projections do.
     x = randn(rows, k + 8, seed=2, device=device)[:, :k]
-    buffer = torch.empty(rows, n + 4, device=device)
-    run_twice(lambda: exact_linear(planes, x, buffer[:, :n]), buffer)
-    assert error(buffer[:, :n], x.double() @ P.unpack(planes).double().t()) < BAR
+    buffer = torch.empty(rows + 3, n + 4, device=device)
+    run_twice(lambda: exact_linear(planes, x, buffer[:rows, :n]), buffer)
+    assert error(buffer[:rows, :n], x.double() @ P.unpack(planes).double().t()) < BAR
     assert buffer[:, n:].isnan().all()
+    assert buffer[rows:].isnan().all()
 
 
 @pytest.mark.parametrize(("groups", "group_rows"), [(2, 6), (8, 1024 if ON_GPU else 4)])
@@ -55,8 +56,9 @@ def test_experts(type, layout, shape, rows, device):
     planes, weight = make(type, layout, n, k, experts, 1, device)
     chosen = choices(rows, top, experts, device)
     weights = torch.rand(rows, top, generator=torch.Generator().manual_seed(2)).to(device) + 0.1
-    of = weight[chosen.clamp(min=0).long()]
-    named = chosen >= 0
+    chosen[0, -1] = experts  # neither does that name one
+    of = weight[chosen.clamp(0, experts - 1).long()]
+    named = (chosen >= 0) & (chosen < experts)
     # The same input for all pairs of a row, without weights; and an input of each pair's own, with them.
     x, each = randn(rows, k, seed=3, device=device), randn(rows, top + 1, k, seed=4, device=device)[:, :top]
     for given, factor, inputs in ((x, None, x[:, None].expand(-1, top, -1)), (each, weights, each)):
@@ -72,16 +74,16 @@ def test_experts(type, layout, shape, rows, device):
 
 
 def test_a_row_does_not_depend_on_the_others(device):
-    n, k = (4096, 4096) if ON_GPU else (8, 256)
-    rows = 64 if ON_GPU else 4
-    x = randn(rows, k, seed=5, device=device)
-    for type in (T.Q8_0, T.F16):
-        planes = dense(type, n, k, device)
-        together, alone = torch.empty(rows, n, device=device), torch.empty(1, n, device=device)
-        exact_linear(planes, x, together)
-        for row in (0, 1, rows - 1):
-            exact_linear(planes, x[row : row + 1], alone)
-            assert torch.equal(together[row], alone[0])
+    for n, k in [(4096, 4096), (1024, 1536), (96, 256)] if ON_GPU else [(8, 256)]:
+        most = 64 if ON_GPU else 5
+        x = randn(most, k, seed=5, device=device)
+        for type in (T.Q8_0, T.F16):
+            planes, all_rows = dense(type, n, k, device), torch.empty(most, n, device=device)
+            exact_linear(planes, x, all_rows)
+            for first, rows in ((0, 1), (1, 1), (1, 2), (1, 3), (most - 1, 1)):
+                some = torch.empty(rows, n, device=device)
+                exact_linear(planes, x[first : first + rows], some)
+                assert torch.equal(some, all_rows[first : first + rows])
 
 
 def test_refusals(device):
@@ -96,6 +98,13 @@ def test_refusals(device):
     with pytest.raises(ValueError, match="planes of experts"):
         exact_experts(planes, x, chosen, out[:, None])
     experts, _ = make(T.Q2_K, "b", 8, 256, 2, 1, device)
+    for others in (experts, P.allocate(T.Q8_0, 8, 256, device, experts=2)):
+        with pytest.raises(ValueError, match=f"a single matrix in Q8_0 or F16, got {others.FORMAT}"):
+            exact_linear(others, x, out)
+    with pytest.raises(ValueError, match="contiguous int32 choices"):
+        exact_experts(experts, x, chosen.long(), out[:, None])
+    with pytest.raises(ValueError, match=r"weights \[2, 1\], got \[2\]"):
+        exact_experts(experts, x, chosen, out[:, None], torch.ones(2, device=device))
     with pytest.raises(ValueError, match=r"float32 \[2, 256\] or \[2, 1, 256\], got torch.float32 \[1, 256\]"):
         exact_experts(experts, x[:1], chosen, out[:, None])
     with pytest.raises(ValueError, match=r"\[2, 1, 8\], got torch.float32 \[2, 8\]"):

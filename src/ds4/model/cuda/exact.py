@@ -23,7 +23,7 @@ from ds4.ops.kernels.swiglu import swiglu
 class ExactBuffers(Buffers):
     """All that an exact step works in; the last of a row's places is the shared expert's."""
 
-    ready = float32
+    ready_dtype = float32
 
     def __init__(self, model: DeviceModel, rows: int) -> None:
         super().__init__(model, rows)

@@ -4,7 +4,7 @@ Reads like `ds4.model.deepseek_v4`, fused: the end of a sublayer and the start o
 layer does between its projections and its attention is one launch. Longer pieces are in `ds4.model.cuda.prefill`.
 
 A step works in buffers that never move, made once for each bucket, and neither allocates nor waits: `decode` can be
-captured in a CUDA graph. What differs from step to step (token ids, positions, slots) is in `StepBuffers.inputs`, the
+captured in a CUDA graph. What differs from step to step (token ids, positions, slots) is in `Buffers.inputs`, the
 page tables are in the cache.
 """
 
@@ -101,7 +101,13 @@ class Turns:
 
 
 class Buffers:
-    """What every way of computing a step of `rows` rows works in."""
+    """What every way of computing a step of `rows` rows works in.
+
+    Attributes:
+        ready_dtype: of queries that are made ready for the attention.
+    """
+
+    ready_dtype = torch.float16
 
     def __init__(self, model: DeviceModel, rows: int) -> None:
         s, device = model.shape, model.device
@@ -122,7 +128,7 @@ class Buffers:
         self.qr = self.take(rows, s.q_lora_rank)
         self.q = self.take(rows, wide + index_wide)
         self.index_x = self.take(rows, max(index_wide, 1))
-        self.ready_q = self.take(rows, s.heads, s.head_dim, dtype=self.ready)
+        self.ready_q = self.take(rows, s.heads, s.head_dim, dtype=self.ready_dtype)
         if self.indexed:
             self.index_q = self.take(rows, s.index_heads, s.index_dim, dtype=torch.bfloat16)
             self.scores = model.scores[:rows]
@@ -135,9 +141,6 @@ class Buffers:
         self.weights = self.take(rows, top)
         self.out = self.take(rows, top + 1, s.hidden)
         self.token_logits = self.take(rows, s.vocab)
-
-    ready = torch.float16
-    """What queries that are made ready for the attention are."""
 
     def take(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         # Zeros: places of padding rows are read without ever having been written.
@@ -188,6 +191,11 @@ class DeviceModel:
     def expert_scales(self) -> list[Scales]:
         """See `DeviceWeights.expert_scales`; for pieces that are not exact."""
         return self.weights.expert_scales()
+
+    @cached_property
+    def attention_fits(self) -> list[bool]:
+        """See `DeviceWeights.attention_fits`; for pieces that are not exact."""
+        return self.weights.attention_fits()
 
     def buffers(self, rows: int) -> Buffers:
         """The buffers of the smallest bucket that takes so many rows."""

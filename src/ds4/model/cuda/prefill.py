@@ -188,9 +188,6 @@ class _Chunk:
     def take_half(self, *size: int) -> Tensor:
         return self.take(*size, dtype=self.half)
 
-    def take_fine(self, *size: int) -> Tensor:
-        return self.take(*size, dtype=self.fine)
-
     def forms(self, x: Tensor, f16: bool = True, placed: Tensor | None = None, scale: float = 1.0) -> _Input:
         """x as products take it, those with F16 matrices too if asked; placed takes scale * x as `fragments` has it."""
         if self.exact:
@@ -200,8 +197,8 @@ class _Chunk:
         split_terms(x, half, terms, placed, scale)
         return _Input(x, half, terms)
 
-    def dense(self, planes: Q8Planes, fine: bool = False) -> Tensor:
-        weight = self.take(planes.n, planes.k, dtype=self.fine if fine else self.half)
+    def dense(self, planes: Q8Planes, dtype: torch.dtype | None = None) -> Tensor:
+        weight = self.take(planes.n, planes.k, dtype=dtype or self.half)
         dequantise_q8(planes, weight)
         return weight
 
@@ -290,18 +287,19 @@ class _Chunk:
         else:
             ready = q.view(torch.float16) if self.half == torch.bfloat16 else self.take(t, wide, dtype=torch.float16)
         prepare_queries(q, turn, eps, self.positions, ready.view(t, s.heads, s.head_dim))
-        out = self.take_fine(t, s.heads, s.head_dim)
+        fine = self.fine if self.exact or self.model.attention_fits[number] else torch.float32
+        out = self.take(t, s.heads, s.head_dim, dtype=fine)
         attention(
             ready, turn, eps, w.sinks, self.positions, self.slots, self.ring, kv_cache.rows(ratio, chosen), out,
             window_slots=self.zeros, ready=True, window=s.window, exact=self.exact,
         )  # fmt: skip
         del q, ready, q_b
-        output_a = self.dense(w.output_a, fine=True).view(s.o_groups, s.o_lora_rank, -1)
-        low, grouped = self.take_fine(t, s.o_groups, s.o_lora_rank), out.view(t, s.o_groups, -1)
+        output_a = self.dense(w.output_a, fine).view(s.o_groups, s.o_lora_rank, -1)
+        low, grouped = self.take(t, s.o_groups, s.o_lora_rank, dtype=fine), out.view(t, s.o_groups, -1)
         torch.bmm(grouped.transpose(0, 1), output_a.transpose(1, 2), out=low.transpose(0, 1))
         del output_a, out, grouped
         y = self.take(t, s.hidden)
-        multiply(low.view(t, -1), self.dense(w.output_b, fine=True), y)
+        multiply(low.view(t, -1), self.dense(w.output_b, fine), y)
         return y
 
     def _choose(self, number: int, index_x: Tensor, weight: Tensor) -> Tensor:
@@ -333,7 +331,7 @@ class _Chunk:
         s, t, top = self.shape, self.tokens, self.shape.experts_used
         placed, scale = None, 1.0
         if not self.exact:
-            placed = self.take_fine(t, s.hidden)
+            placed = self.take(t, s.hidden, dtype=self.fine)
             scale = self.model.expert_scales[number].x
         inputs = self.forms(normed, placed=placed, scale=scale)
         logits = self.take(t, s.experts)

@@ -81,8 +81,7 @@ class CudaRunner:
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
         self.model = (ExactModel if config.quality else DeviceModel)(weights, cache)
         if not config.quality:
-            weights.check_attention()  # what is damaged is refused now, not amid a prompt
-            _ = self.model.expert_scales
+            _ = self.model.expert_scales, self.model.attention_fits  # refuses what is damaged now, not amid a prompt
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
         self._tokens = TokenSampler(bucket(config.slots), shape.vocab, device, self._capture)
         self._ahead: _Ahead | None = None

@@ -8,6 +8,7 @@ file, as those of synthetic files do, are loaded once.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -40,6 +41,8 @@ from ds4.ops.kernels.planes import (
 _F32, _F16, _BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16
 _Q8_0, _I32, _MXFP4 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.I32, GGMLQuantizationType.MXFP4
 
+_LARGEST_HALF = 65504
+_LARGEST_ROW = 57344  # of a value of a row, for `ds4.ops.kernels.attention`
 _PIECE = 32 << 20
 """Bytes that are on their way at once."""
 _PART = 4 << 20
@@ -256,14 +259,14 @@ class DeviceWeights:
                     raise Ds4Error(f"blk.{number}.{name}: a value is no number, or infinite; the file is damaged")
         return found
 
-    def check_attention(self) -> None:
-        """That float16 holds what the attention's output projections are made of, work on and give.
+    def attention_fits(self) -> list[bool]:
+        """Of each layer, whether float16 surely holds what the attention's output projections are made of and give.
 
         A row is as long as its norm makes it, at most sqrt(head_dim) times the norm's largest weight, and so is what a
         head gives; a product is no larger than both lengths multiplied.
 
         Raises:
-            Ds4Error: of a layer it may not hold it, or a value is no number.
+            Ds4Error: a value is no number, or infinite, or rows may be too large for the attention's own products.
         """
         s, found = self.shape, []
         for layer in self.layers:
@@ -272,15 +275,20 @@ class DeviceWeights:
             longest = 1.1 * s.head_dim**0.5 * torch.cat(norms).abs().max()
             a, b = (planes.scales.float().abs() * 128 for planes in (layer.output_a, layer.output_b))
             product = longest * (s.heads / s.o_groups) ** 0.5 * (32 * a.square().sum(1)).sqrt().max()
-            found.append(torch.stack((longest, torch.maximum(a.max(), product), b.max())))
+            found.append(torch.stack((longest, a.max(), b.max(), product)))
         names = ("attn_kv_a_norm or attn_compressor_norm", "attn_output_a", "attn_output_b")
-        for number, values in enumerate(torch.stack(found).tolist()):
+        fits = []
+        for number, (*values, product) in enumerate(torch.stack(found).tolist()):
             for name, value in zip(names, values, strict=True):
-                if not value < 65504:
-                    raise Ds4Error(
-                        f"blk.{number}.{name}: too large for products in 16 bits, or no number; use --quality"
-                        " (quality=True) or --device cpu (device='cpu')"
-                    )
+                if not math.isfinite(value):
+                    raise Ds4Error(f"blk.{number}.{name}: a value is no number, or infinite; the file is damaged")
+            if values[0] >= _LARGEST_ROW:
+                raise Ds4Error(
+                    f"blk.{number}.{names[0]}: so large that float16 may not hold rows; use --quality (quality=True) or"
+                    " --device cpu (device='cpu')"
+                )
+            fits.append(max(*values, product) < _LARGEST_HALF)
+        return fits
 
 
 def _layer(loader: _Loader, shape: Shape, layer: int) -> DeviceLayer:

@@ -105,13 +105,14 @@ def _launch(
     rows = min(triton.next_power_of_2(group_rows), 64 if triton.knobs.runtime.interpret else _ROWS)
     if group_rows < planes.n:  # a program's rows are of one group
         rows = min(rows, group_rows & -group_rows)
+    experts = 0 if chosen is None else planes.experts or 0
     places = [t.stride(1) if t.dim() == 3 else 0 for t in (x, out)]
     pairs = x.shape[0] * top
     together = 1 if chosen is not None else min(_TOGETHER, triton.next_power_of_2(pairs))
     _linear_kernel[(triton.cdiv(planes.n, rows), triton.cdiv(pairs, together))](
         *sources, x, x if chosen is None else chosen, x if weights is None else weights, out,
         pairs, x.stride(0), places[0], out.stride(0), places[1],
-        FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=planes.experts or 0,
+        FORMAT=planes.FORMAT, N=planes.n, K=planes.k, GROUP_ROWS=group_rows, EXPERTS=experts,
         TOP=top, WEIGHTS=weights is not None, R=rows, C=lanes, B=together, ASM=use_asm(out),
         num_warps=max(1, rows * lanes // 128),
     )  # fmt: skip
@@ -126,6 +127,8 @@ def exact_linear(planes: Q8Planes | F16Planes, x: Tensor, out: Tensor, groups: i
         out: float32 [rows, groups * rows of a group], columns contiguous.
     """
     rows = x.shape[0]
+    if planes.experts is not None or not isinstance(planes, Q8Planes | F16Planes):
+        raise ValueError(f"expected a single matrix in Q8_0 or F16, got {planes.FORMAT}")
     if x.dtype != torch.float32 or x.shape[1] != groups * planes.k or x.stride(1) != 1 or planes.n % groups:
         raise ValueError(f"expected float32 with {groups * planes.k} channels, got {x.dtype} {list(x.shape)}")
     if out.dtype != torch.float32 or out.shape != (rows, planes.n) or out.stride(1) != 1:
@@ -146,6 +149,10 @@ def exact_experts(planes: Planes, x: Tensor, chosen: Tensor, out: Tensor, weight
     rows, top = chosen.shape
     if planes.experts is None or planes.FORMAT not in FORMATS:
         raise ValueError(f"expected planes of experts in one of {', '.join(FORMATS)}, got {planes.FORMAT}")
+    if chosen.dtype != torch.int32 or not chosen.is_contiguous():
+        raise ValueError(f"expected contiguous int32 choices, got {chosen.dtype} of stride {chosen.stride()}")
+    if weights is not None and (weights.shape != chosen.shape or not weights.is_contiguous()):
+        raise ValueError(f"expected contiguous weights {[rows, top]}, got {list(weights.shape)}")
     shapes = [rows, planes.k], [rows, top, planes.k]
     if x.dtype != torch.float32 or list(x.shape) not in shapes or x.stride(-1) != 1:
         raise ValueError(f"expected float32 {shapes[0]} or {shapes[1]}, got {x.dtype} {list(x.shape)}")

@@ -41,9 +41,11 @@ class Quantised:
     def allocate(
         cls, rows: int, k: int, device: torch.device | str, words: bool = True, lanes: bool = False, sums: bool = False
     ) -> Quantised:
-        """Buffers without content; `sums` only makes sense with `lanes`."""
+        """Buffers without content; `sums` are those of `lanes`."""
         if k % UNIT:
             raise ValueError(f"{k} channels cannot be quantised: not a multiple of {UNIT}")
+        if sums and not lanes:
+            raise ValueError("sums are those of lanes")
         u = k // UNIT
 
         def take(*shape: int) -> Tensor:
@@ -70,11 +72,6 @@ class Quantised:
     @property
     def k(self) -> int:
         return self._some[0].numel() * 4
-
-    def first(self, rows: int) -> Quantised:
-        """The first rows, no copy."""
-        parts = (self.scales, self.words, self.lanes, self.fine, self.sums)
-        return Quantised(*(part if part is None else part[:rows] for part in parts))
 
     def codes(self, lanes: bool = False) -> Tensor:
         """int8 [rows, k] in natural order: those of words, or, if asked or if there are no others, those of lanes."""

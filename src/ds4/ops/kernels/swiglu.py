@@ -1,4 +1,4 @@
-"""SwiGLU with the clamp, for many rows in 16 bits: between the shared expert's products at prefill.
+"""SwiGLU with the clamp: between the shared expert's products at prefill, and all experts' in exact steps.
 
 `quantize.swiglu_quantise` is the one before a product with int8 activations, `experts_prefill` has it in its product.
 """
