@@ -1,7 +1,7 @@
 """Checks and times whole models on a CUDA device; each check prints a small table and can write JSON.
 
     python3 tools/gpu_check.py tiny [--bytes]                        the embedded model against the CPU: greedy texts
-    python3 tools/gpu_check.py sessions [--file FILE]                fork, rewind, truncate, batch: bit-equal to anew
+    python3 tools/gpu_check.py sessions [--bytes] [--file FILE]      fork, rewind, truncate, batch: bit-equal to anew
     python3 tools/gpu_check.py layers                                a few layers of Flash's widths against the CPU
     python3 tools/gpu_check.py fixtures --file FILE --fixtures DIR   logits and texts of another engine
     python3 tools/gpu_check.py speed --file FILE                     loading, prefill, decode, kernels, memory
@@ -47,17 +47,18 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--file", type=Path, required=needed, help="the model" + ("" if needed else " (the embedded)"))
         sub.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu, where kernels are interpreted (cuda)")
         sub.add_argument("--json", type=Path, help="write the numbers here")
-        sub.add_argument("--seed", type=int, default=1)
+        sub.add_argument("--seed", type=int, default=1, help="of prompts and weights (1)")
         sub.add_argument("--budget", type=float, default=0.0, help="seconds after which no new part is begun")
     sub = subs["tiny"]
-    sub.add_argument("--prompts", type=int, default=200)
+    sub.add_argument("--prompts", type=int, default=200, help="texts (200)")
     sub.add_argument("--tokens", type=int, default=48, help="most tokens of a text (48)")
     sub.add_argument("--batches", type=numbers, default=[1, 16], help="sessions that decode together (1,16)")
     sub.add_argument("--tie", type=float, default=1e-2, help="logits this near may change places (0.01)")
-    sub.add_argument("--bytes", action="store_true", help="also with activations in bytes, which is only counted")
+    sub.add_argument("--bytes", action="store_true", help="also with activations in bytes, as large models have them")
     sub.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="for the CPU; 0: none")
     sub.add_argument("--context", type=int, default=2048)
     sub = subs["sessions"]
+    sub.add_argument("--bytes", action="store_true", help="also with activations in bytes, as large models have them")
     sub.add_argument("--length", type=int, default=600, help="tokens of the prompt (600)")
     sub.add_argument("--steps", type=int, default=20, help="tokens that are decoded (20)")
     sub.add_argument("--chunk", type=int, default=256)

@@ -40,9 +40,9 @@ MORE = 3
 """Tokens that a restored state is continued by."""
 
 
-def load(context: int = 32_768, device: str = "cpu") -> ds4.Engine:
+def load(context: int = 32_768, device: str = "cpu", quality: bool | None = None) -> ds4.Engine:
     """The embedded model."""
-    return ds4.load(device=device, config=ds4.EngineConfig(context=context, checkpoint_bytes=0))
+    return ds4.load(device=device, config=ds4.EngineConfig(context=context, checkpoint_bytes=0, quality=quality))
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:
@@ -94,7 +94,7 @@ def restore(store: Store, engine: ds4.Engine, entry: Entry) -> ds4.Session:
 
 def exact(options: argparse.Namespace) -> int:
     """Store states of several lengths, each as a segment, and compare what a new process makes of them."""
-    engine, lengths = load(device=options.device), sorted(options.lengths)
+    engine, lengths = load(device=options.device, quality=options.quality), sorted(options.lengths)
     ids, session = some_tokens(max(lengths)), engine.session()
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -107,6 +107,7 @@ def exact(options: argparse.Namespace) -> int:
             expected[str(n)] = fingerprints(fork)
             fork.close()
         command = [sys.executable, __file__, "continue", directory, "--device", options.device]
+        command += [] if options.quality is None else ["--bytes"]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     for n in lengths:
         same = found.get(str(n)) == expected[str(n)]
@@ -117,7 +118,7 @@ def exact(options: argparse.Namespace) -> int:
 
 def go_on(options: argparse.Namespace) -> int:
     """What `exact` runs in a new process."""
-    engine = load(device=options.device)
+    engine = load(device=options.device, quality=options.quality)
     store = Store(Files(options.directory), ModelCodec(engine))
     print(json.dumps({entry.tokens: fingerprints(restore(store, engine, entry)) for entry in store.entries()}))
     return 0
@@ -420,6 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     two.set_defaults(run=go_on)
     for command in (one, two):
         command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+        rounded = "with activations in bytes on a CUDA device, as large models have them"
+        command.add_argument("--bytes", dest="quality", action="store_const", const=False, help=rounded)
     three = commands.add_parser("share", help="several processes in one directory")
     three.add_argument("--processes", type=int, default=4)
     three.add_argument("--seconds", type=float, default=60)

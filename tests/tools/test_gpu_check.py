@@ -99,9 +99,9 @@ def test_greedy_texts(run: Run) -> None:
 
 
 def test_sessions(run: Run) -> None:
-    status, values = run("sessions", "--length", "40", "--chunk", "16", "--steps", "3", "--batch", "2")
+    status, values = run("sessions", "--length", "40", "--chunk", "16", "--steps", "3", "--batch", "2", "--bytes")
     assert status == 0
-    assert len(values["sessions"]) == 11
+    assert [row["mode"] for row in values["sessions"]] == ["float32"] * 11 + ["bytes"] * 11
     assert all(row["same bits"] for row in values["sessions"])
 
 

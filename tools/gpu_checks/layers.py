@@ -78,7 +78,7 @@ def check_layers(options: argparse.Namespace, report: Report) -> None:
             context = options.tokens + options.decode + 64
             torch.set_num_threads(options.threads)
             there = common.cpu_engine(path, context, options.tokens, options.threads)
-            here = common.open_engine(options.device, path, common.config_of(context, 3, options.tokens))
+            here = common.open_engine(options.device, path, common.config_of(context, 3, options.tokens, quality=False))
             ids = random_ids(here.shape, options.tokens, options.seed)
             report.line(f"{recipe}: {here.shape.layers} layers, {here.shape.experts} experts, {size / 1e9:.2f} GB")
             begin = time.perf_counter()

@@ -20,11 +20,20 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def check_sessions(options: argparse.Namespace, report: Report) -> None:
-    """Fork, rewind, truncate, edit, export, batch: the same chunks and the same bucket give the same bits."""
+    """Fork, rewind, truncate, edit, export, batch: the same chunks and the same bucket give the same bits.
+
+    With --bytes a model that computes in float32, as a small one does by itself, is checked as large ones are, too.
+    """
+    for quality in (None, False) if options.bytes else (None,):
+        _check(options, report, quality)
+
+
+def _check(options: argparse.Namespace, report: Report, quality: bool | None) -> None:
     rows, n, chunk = options.batch, options.length, options.chunk
-    config = common.config_of(n + 2 * options.steps + 256, rows + 6, chunk, chunk)
+    config = common.config_of(n + 2 * options.steps + 256, rows + 6, chunk, chunk, quality=quality)
     engine = common.open_engine(options.device, options.file, config)
-    report.line(f"loaded at {report.seconds:.1f} s")
+    mode = "float32" if engine.config.quality else "bytes"
+    report.line(f"loaded at {report.seconds:.1f} s, computes in {mode}")
     ids, more = random_ids(engine.shape, n, options.seed), random_ids(engine.shape, options.steps, options.seed + 1)
     cut = max(1, min(12, options.steps - 1))
     began = time.perf_counter()
@@ -44,7 +53,8 @@ def check_sessions(options: argparse.Namespace, report: Report) -> None:
         finite = all(bool(b.isfinite().all()) for b in there)
         ok = report.judge(bits and finite)
         now = time.perf_counter()
-        report.rows("sessions", ("same bits", "largest", "seconds", "what"), (ok, worst, now - began, name))
+        columns = ("mode", "same bits", "largest", "seconds", "what")
+        report.rows("sessions", columns, (mode, ok, worst, now - began, name))
         began = now
 
     first = fresh()

@@ -34,8 +34,8 @@ VOCABULARY_ROWS = 8192
 EXACT_SPLITS = 16
 """Programs that share the rows of a token in an exact step, however many tokens there are."""
 SMALL_MODEL = 32 << 20
-"""Bytes of weights up to which steps are exact unless it is said otherwise: so few stay in the L2 of a card (50 MB), and
-to read them takes less time than to launch what reads them, so that rounding wins little."""
+"""Bytes of weights up to which steps are exact unless it is said otherwise: so few stay in the L2 of a card (50 MB),
+and to read them takes less time than to launch what reads them, so that rounding wins little."""
 PIECE_RING = 8192
 """Rows of the window ring of a long piece, if they are enough. Kernels are compiled for this number, so it is not the
 piece's."""
