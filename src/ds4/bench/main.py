@@ -39,7 +39,7 @@ def bench(
     threads: Annotated[int | None, _flag("-t", "--threads", panel=_RUN, help="CPU threads", min=1, max=1024)] = None,
     chunk: Annotated[int | None, _flag("--prefill-chunk", panel=_RUN, help="tokens of a prefill step", min=1)] = None,
     quality: Annotated[
-        bool | None, _flag("--quality/--no-quality", panel=_RUN, help="float32 on a CUDA device (small models)")
+        bool | None, _flag("--quality/--no-quality", panel=_RUN, help="float32 on a CUDA device (up to 32 MiB)")
     ] = None,
     layout: Annotated[Layout, _flag("--expert-layout", panel=_RUN, help="of IQ2_XXS experts on CUDA devices")] = "b",
     alloc: Annotated[int | None, _flag("--ctx-alloc", panel=_RUN, help="context (what is needed)", min=1)] = None,

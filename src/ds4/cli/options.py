@@ -280,7 +280,7 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
     _flag(group, "-c --ctx N", "most tokens of a conversation (the model's)", whole(1))
     _flag(group, "-n --tokens N", "most tokens of an answer (what is left of the context)", whole(0))
     _flag(group, "-t --threads N", "CPU threads (one per core; one for small models)", whole(1, MAX_THREADS))
-    chunk = "prompt tokens evaluated in one step (512; on a CUDA device 4096 or what fits)"
+    chunk = "prompt tokens evaluated in one step (512; on a CUDA device 4096, in float32 2048, or what fits)"
     _flag(group, "--prefill-chunk N", chunk, whole(1))
     device = "cpu, cuda, cuda:N (the card of this number), or auto: a CUDA device if it can run the model (auto)"
     _flag(group, "--device NAME", device, device_name, "auto")
@@ -291,7 +291,7 @@ def _runtime_flags(group: argparse._ArgumentGroup) -> None:
             f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
         )
     _flag(group, "--sessions N", "conversations that a CUDA device has room for (what the command needs)", whole(1))
-    quality = "compute in float32 on a CUDA device, nearly the CPU's results: slow, and usual for small models"
+    quality = "float32 on a CUDA device, nearly the CPU's results, but slow; or not (float32 for models up to 32 MiB)"
     group.add_argument("--quality", action=argparse.BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
     _flag(group, "--expert-layout NAME", layout, expert_layout, "b")

@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     parser.add_argument("-t", "--threads", metavar="N", type=whole(1, MAX_THREADS), help="CPU threads")
     parser.add_argument("--prefill-chunk", metavar="N", type=whole(1), help="tokens evaluated in one step")
     parser.add_argument("--device", metavar="NAME", type=device_name, default="auto", help="cpu, cuda, cuda:N or auto")
-    quality = "compute in float32 on a CUDA device (for small models)"
+    quality = "float32 on a CUDA device, or not (float32 for models up to 32 MiB)"
     parser.add_argument("--quality", action=BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: auto, a or b (b)"
     parser.add_argument("--expert-layout", metavar="NAME", type=expert_layout, default="b", help=layout)

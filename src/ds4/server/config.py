@@ -290,7 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name}", dest="device", action="store_const", const=name, help=f"the same as --device {name}"
         )
     model.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens evaluated in one step")
-    quality = "compute in float32 on a CUDA device, nearly the CPU's results: slow, and usual for small models"
+    quality = "float32 on a CUDA device, nearly the CPU's results, but slow; or not (float32 for models up to 32 MiB)"
     model.add_argument("--quality", action=argparse.BooleanOptionalAction, help=quality)
     layout = "of IQ2_XXS experts on a CUDA device: b, a (larger), or auto: a if everything fits (b)"
     model.add_argument("--expert-layout", choices=("auto", "a", "b"), help=layout)
