@@ -13,7 +13,7 @@ from ds4.gguf.file import embedded_model_path
 def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plan", "-c", "4096", "--sessions", "2", "--prefill-chunk", "1024", "--cards", "141,0.5"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Memory plan: tiny, 2 sessions of 4,096 tokens, prefill chunk 1,024\n")
+    assert text.startswith("Memory plan: tiny, 2 sessions of 4,096 tokens, prefill chunk 1,024, in float32\n")
     for part in ("weights: ", "sessions: ", "host memory: ", "scratch of prefill: ", "on the card: "):
         assert part in text
     assert "141 GB card: fits, " in text

@@ -123,6 +123,9 @@ def test_the_layout_of_the_experts_is_passed_on_and_logged(
     caplog.set_level("INFO")
     assert load_backend(ServerConfig(model=model)).engine.config.expert_layout == "b"
     assert "layout" not in caplog.text  # the CPU has no choice
+    assert "float32" not in caplog.text
+    assert load_backend(ServerConfig(model=model, quality=True)).engine.quality
+    assert "the model computes in float32" in caplog.text
     monkeypatch.setattr(Engine, "expert_layout", "b")
     assert load_backend(ServerConfig(model=model, expert_layout="a")).engine.config.expert_layout == "a"
     assert "experts are in layout B (--expert-layout a)" in caplog.text

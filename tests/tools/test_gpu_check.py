@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,8 +64,9 @@ def run(
     if not torch.cuda.is_available() and "launches" not in request.fixturenames:
 
         def stand_in(device: str, path: Path | None, config: ds4.EngineConfig, progress: Any = None) -> ds4.Engine:
-            config = replace(config, quality=config.quality is not False)  # as of so small a model on a CUDA device
-            return ds4.load(path, device="cpu", config=config, progress=progress)
+            engine = ds4.load(path, device="cpu", config=config, progress=progress)
+            engine.runner.quality = config.quality is not False  # type: ignore[attr-defined]
+            return engine
 
         monkeypatch.setattr(sys.modules["gpu_checks.common"], "open_engine", stand_in)
 

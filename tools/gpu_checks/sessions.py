@@ -32,7 +32,7 @@ def _check(options: argparse.Namespace, report: Report, quality: bool | None) ->
     rows, n, chunk = options.batch, options.length, options.chunk
     config = common.config_of(n + 2 * options.steps + 256, rows + 6, chunk, chunk, quality=quality)
     engine = common.open_engine(options.device, options.file, config)
-    mode = "float32" if engine.config.quality else "bytes"
+    mode = "float32" if engine.quality else "bytes"
     report.line(f"loaded at {report.seconds:.1f} s, computes in {mode}")
     ids, more = random_ids(engine.shape, n, options.seed), random_ids(engine.shape, options.steps, options.seed + 1)
     cut = max(1, min(12, options.steps - 1))

@@ -139,7 +139,7 @@ def check_tiny(options: argparse.Namespace, report: Report) -> None:
     for quality in (None, False) if options.bytes else (None,):
         config = common.config_of(options.context, max(options.batches) + 1, 512, quality=quality)
         engine = common.open_engine(options.device, options.file, config)
-        mode = "float32" if engine.config.quality else "bytes"
+        mode = "float32" if engine.quality else "bytes"
         found = {}
         for batch in options.batches:
             begin, made = time.perf_counter(), []

@@ -148,7 +148,7 @@ def _load(job: Job, file: ModelFile, settings: Settings, progress: Progress) -> 
         "identity": file.identity(),
     }
     chosen = asdict(settings) | {"context": engine.context, "prefill_chunk": engine.prefill_chunk}
-    chosen |= {"quality": bool(engine.config.quality), "expert_layout": engine.expert_layout}
+    chosen |= {"quality": engine.quality, "expert_layout": engine.expert_layout}
     chosen |= {"prompt": str(job.prompt or job.chat or "random tokens")}
     bandwidth = meter.copy_bandwidth()
     parts = _traffic(engine, file).parts()

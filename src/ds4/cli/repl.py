@@ -175,8 +175,9 @@ def run_repl(conversation: Conversation, options: Options) -> int:
     session = _prompt_session(history_path())
     name = options.model or "the small model that comes with ds4"
     engine = conversation.engine
+    exact = ", computed in float32" if engine.config.quality else ""
     layout = f", experts in layout {engine.expert_layout.upper()}" if engine.expert_layout else ""
-    print(f"{name}, context {engine.context} tokens{layout}. /help lists the commands, Ctrl+D leaves.")
+    print(f"{name}, context {engine.context} tokens{exact}{layout}. /help lists the commands, Ctrl+D leaves.")
     Repl(conversation, session.prompt, sys.stdout, options.hide_thinking).run()
     return 0
 

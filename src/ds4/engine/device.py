@@ -162,10 +162,11 @@ def plan_table(
     if context is None:
         context = file.shape.context
     quality = is_small(file.tensors) if quality is None else quality
-    tokens, experts = steps_of(chunk, quality)[0]
+    steps = steps_of(chunk, quality)
+    tokens, experts = steps[0]
     layout: Iq2Layout = "b" if expert_layout == "auto" else expert_layout
     options = Options(context, sessions, layout, tokens, experts, quality=quality)
-    return memory_plan(path, options).table(CARDS if cards is None else cards, expert_layout == "auto")
+    return memory_plan(path, options).table(CARDS if cards is None else cards, expert_layout == "auto", steps)
 
 
 def load_runner(

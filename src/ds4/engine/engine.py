@@ -271,6 +271,11 @@ class Engine:
         return found
 
     @property
+    def quality(self) -> bool:
+        """Whether all is computed in float32: on the CPU always, on a CUDA device as `EngineConfig.quality` says."""
+        return bool(getattr(self.runner, "quality", True))
+
+    @property
     def identity(self) -> Identity:
         """What tells states of this model's weights from those of other weights of the same shape."""
         if self._identity is None:

@@ -150,6 +150,8 @@ def load_backend(config: ServerConfig) -> Backend:
         raise Ds4Error(f"the model {config.model} has no tokenizer, so text cannot be served; use a complete file")
     if engine.context < config.ctx:
         log.warning("the model's context of %d tokens is smaller than --ctx %d", engine.context, config.ctx)
+    if engine.config.quality:
+        log.info("the model computes in float32 (--quality, and small models on a CUDA device)")
     if engine.expert_layout is not None:
         log.info("experts are in layout %s (--expert-layout %s)", engine.expert_layout.upper(), config.expert_layout)
     if config.warmup:

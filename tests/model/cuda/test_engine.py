@@ -130,7 +130,7 @@ def test_a_small_model_computes_in_float32(file: ModelFile, device: str, monkeyp
             monkeypatch.setattr(plan, "SMALL_MODEL", (256 << 20) if small else 1000)
             engine = load(file, device, replace(CONFIG, quality=asked))
             assert isinstance(engine.runner, CudaRunner)
-            assert isinstance(engine.runner.model, ExactModel) == engine.config.quality == engine.runner.config.quality
+            assert isinstance(engine.runner.model, ExactModel) == engine.config.quality == engine.quality
             found[asked, small] = engine.config.quality
     assert found == {(asked, small): small if asked is None else asked for asked, small in found}
     with pytest.raises(Ds4Error, match="quality is 1; it must be True, False or None"):

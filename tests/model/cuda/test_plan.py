@@ -264,6 +264,24 @@ def test_the_table_has_both_layouts():
     assert "short with layout A (layout B: fits, " in given
 
 
+def test_a_card_gets_the_chunks_that_a_start_would_take():
+    """As `fit` does, which tries them in this order."""
+    steps = [(2048, 32), (1024, 16), (512, 8)]
+    found = plan(context=262_144, sessions=9, quality=True, chunk=2048, experts_at_once=32)
+    text = found.table([141, 96, 80], steps=steps)
+    assert "prefill chunk 2,048, in float32\n" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if " GB card: " in line}
+    assert "prefill chunks" not in lines["141"]
+    assert lines["96"].startswith("96 GB card: fits, ")
+    assert lines["96"].endswith(", in prefill chunks of 1,024")
+    assert lines["80"].startswith("80 GB card: does not fit, ")
+    room = int(96 * GIB * 0.985)
+    started = fit(FLASH, tensors_of(FLASH, Q2), room, context=262_144, sessions=9, quality=True, layout="b")
+    assert found.settled(room, steps) == started
+    assert found.settled(80 * GIB, steps) is found
+    assert "in prefill chunks" not in found.table([96])
+
+
 def test_advice_is_true():
     """What is proposed fits, and one step more does not."""
     found = plan(context=524_288, sessions=8)
@@ -287,7 +305,7 @@ def test_everything_together_is_the_last_resort():
     assert "together: one session, --ctx" in advice
     assert advice.endswith("a prefill chunk of 512")
     exact = plan(context=1_048_576, sessions=16, chunk=8192, experts_at_once=256, quality=True)
-    assert exact.verdict(90).advice[-1].endswith("a prefill chunk of 512 and 8 experts at once")
+    assert exact.verdict(90).advice[-1].endswith("a prefill chunk of 512")
     hopeless = plan().verdict(85.5)
     assert not hopeless.fits
     assert "no room to work" in hopeless.advice[-1]

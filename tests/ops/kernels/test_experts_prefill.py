@@ -35,7 +35,7 @@ def test_dequantise_experts(type, layout, dtype, device):
     out = torch.empty(2, n, k, dtype=dtype, device=device)
     run_twice(lambda: dequantise_experts(planes, out, first=2), out)
     expected = weight[2:4]
-    step = {torch.float32: 2e-7, torch.float16: 3e-4, torch.bfloat16: 3e-3}[dtype]
+    step = {torch.float32: 2e-7, torch.float16: 3e-4, torch.bfloat16: 2e-3}[dtype]
     assert error(out, expected) < step
     assert float(((out.double() - expected).abs() / expected.abs().amax()).max()) < 4 * step
 

@@ -7,7 +7,7 @@ estimate. Nothing here needs a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,7 +50,8 @@ SCORE_BYTES = 512 << 20
 """Index scores that a long piece holds at once, in bytes."""
 SCORE_QUERIES = 32
 """Tokens of a long piece whose index scores a program computes: it unpacks its keys once for all of them."""
-_CHUNKS, _EXPERTS_AT_ONCE = (8192, 4096, 2048, 1024, 512), (256, 128, 64, 32, 16, 8)  # what advice may propose
+_CHUNKS = (8192, 4096, 2048, 1024, 512)  # what advice may propose
+_LEAST_EXPERTS = 8  # that `quality` decodes at once
 _STAGE = 32 << 20  # weights are on their way in two pieces of so many bytes, on the host and on the card
 _SELECT_BLOCK = 8192  # keys of which the best are chosen at once
 _SPARE = 2 << 30  # what a default context and layout leave: PyTorch's allocator may keep so much between its blocks
@@ -180,10 +181,20 @@ class MemoryPlan:
                 f" {size(max(room, 0))} are free there; {'; '.join(_less(self, room))}"
             )
 
-    def table(self, cards: Iterable[float] = CARDS, auto: bool = False) -> str:
-        """The plan as text: items, sums, and a verdict for each card; `auto`: each in the layout that it would get."""
-        chosen = [(card, self.fastest(_room(card)) if auto else self) for card in cards]
-        return plan_table(self, chosen, auto)
+    def settled(self, room: int, steps: Iterable[tuple[int, int]]) -> MemoryPlan:
+        """The same with the first of these chunks and experts at once that fits `room` bytes; as it is if none does."""
+        plans = (self.change(chunk=chunk, experts_at_once=experts) for chunk, experts in steps)
+        return next((plan for plan in plans if plan.card_bytes <= room), self)
+
+    def table(self, cards: Iterable[float] = CARDS, auto: bool = False, steps: Sequence[tuple[int, int]] = ()) -> str:
+        """The plan as text: items, sums, and a verdict for each card.
+
+        Args:
+            auto: each card has the layout that it would get.
+            steps: as in `settled`, what a start would try.
+        """
+        chosen = [(card, self.settled(_room(card), steps)) for card in cards]
+        return plan_table(self, [(card, p.fastest(_room(card)) if auto else p) for card, p in chosen], auto)
 
 
 def memory_plan(path: str | os.PathLike[str], options: Options) -> MemoryPlan:
@@ -567,27 +578,21 @@ def _less(plan: MemoryPlan, room: int) -> list[str]:
         plan = other
         advice.append("layout B of the experts (--expert-layout b or auto) is needed, and more")
     chunks = [c for c in _CHUNKS if c < o.chunk]
-    at_once = min(o.experts_at_once, plan.shape.experts)
-    batches = [b for b in _EXPERTS_AT_ONCE if b < at_once] if o.quality else []
+    least_experts = min(o.experts_at_once, _LEAST_EXPERTS)  # a start takes fewer by itself
     found = []
     if context := _most(plan, "context", o.context, room, min(1024, o.context)):
         found.append(f"--ctx {context}")
     if sessions := _most(plan, "sessions", o.sessions, room):
         found.append(f"{sessions} session{'s' if sessions > 1 else ''} instead of {o.sessions}")
-    if chunk := next((c for c in chunks if plan.change(chunk=c).card_bytes <= room), 0):
-        found.append(f"a prefill chunk of {chunk}")
-    if batch := next((b for b in batches if plan.change(experts_at_once=b).card_bytes <= room), 0):
-        found.append(f"{batch} experts at once in prefill")
+    smaller = (plan.change(chunk=c, experts_at_once=least_experts) for c in chunks)
+    if fitting := next((p for p in smaller if p.card_bytes <= room), None):
+        found.append(f"a prefill chunk of {fitting.options.chunk}")
     if found:
         return [*advice, "each of these is enough: " + "; ".join(found)]
-    small = {"chunk": min([*chunks, o.chunk]), "experts_at_once": min([*batches, o.experts_at_once])}
-    least = plan.change(sessions=1, **small)
+    least = plan.change(sessions=1, chunk=min([*chunks, o.chunk]), experts_at_once=least_experts)
     context = _most(least, "context", o.context, room, min(1024, o.context))
     if context:
-        settings = f"a prefill chunk of {small['chunk']}"
-        if o.quality:
-            settings += f" and {small['experts_at_once']} experts at once"
-        return [*advice, f"together: one session, --ctx {context}, {settings}"]
+        return [*advice, f"together: one session, --ctx {context}, a prefill chunk of {least.options.chunk}"]
     weights = plan.bytes_of("weights")
     if weights > room:
         return [f"the weights alone take {size(weights)}: a larger card or a smaller quantisation is needed"]

@@ -15,12 +15,13 @@ def plan_table(plan: MemoryPlan, cards: Iterable[tuple[float, MemoryPlan]], auto
     """Items and sums of a plan, then each card with a verdict on the plan that it would get.
 
     Args:
-        cards: sizes in GB, and that plan: the first one, or with `auto` maybe that of the other layout.
+        cards: sizes in GB, and that plan: the first one, maybe with smaller chunks or, with `auto`, the other layout.
     """
     o = plan.options
     width = max(len(item.name) for item in plan.items) + 2
     sessions = f"{o.sessions} session{'s' if o.sessions > 1 else ''} of {o.context:,} tokens"
-    lines = [f"Memory plan: {plan.shape.name}, {sessions}, prefill chunk {o.chunk:,}"]
+    how = ", in float32" if o.quality else ""
+    lines = [f"Memory plan: {plan.shape.name}, {sessions}, prefill chunk {o.chunk:,}{how}"]
     part = ""
     for item in plan.items:
         if item.part != part:
@@ -34,11 +35,11 @@ def plan_table(plan: MemoryPlan, cards: Iterable[tuple[float, MemoryPlan]], auto
         total += f" with {_layout(plan)} of the experts, {size(other.card_bytes)} with {_layout(other)}"
     lines += ["", total, ""]
     for card, chosen in cards:
-        lines += _on_card(chosen, card, auto)
+        lines += _on_card(chosen, card, auto, o.chunk)
     return "\n".join(lines) + "\n"
 
 
-def _on_card(plan: MemoryPlan, card_gb: float, auto: bool) -> list[str]:
+def _on_card(plan: MemoryPlan, card_gb: float, auto: bool, chunk: int) -> list[str]:
     verdict = plan.verdict(card_gb)
     line, advice = f"{card_gb:g} GB card: {_words(verdict)}", list(verdict.advice)
     if plan.has_layouts:
@@ -48,6 +49,8 @@ def _on_card(plan: MemoryPlan, card_gb: float, auto: bool) -> list[str]:
         if auto and plan.options.layout == "a" and rest.advice != verdict.advice:  # with more of something B is taken
             advice = [f"{text} with {_layout(plan)}" for text in verdict.advice]
             advice += [f"{text} with {_layout(other)}" for text in rest.advice]
+    if plan.options.chunk != chunk:
+        line += f", in prefill chunks of {plan.options.chunk:,}"
     return [line, *(f"  - {text}" for text in advice)]
 
 

@@ -92,6 +92,11 @@ class CudaRunner:
         """The layout of IQ2_XXS experts; None where there are none."""
         return self.model.weights.expert_layout
 
+    @property
+    def quality(self) -> bool:
+        """See `RunnerConfig.quality`."""
+        return self.config.quality
+
     def renew(self) -> CudaRunner:
         """See `ds4.engine.engine.Runner`: the weights are shared; cache, buffers and graphs are new.
 
