@@ -73,10 +73,12 @@ def test_verify_finds_damage_and_what_depends_on_it(
 
 
 def test_a_damaged_file_is_verified_by_its_name(
-    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, chain: list[Entry], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "kv" / ("d" * 40 + ".kv")).write_bytes(b"something else")
     assert "the file has 14 bytes" in say(capsys, 1, "verify", tmp_path / "kv", "ddd")
+    assert "ddd" not in say(capsys, 0, "verify", tmp_path / "kv", chain[0].name)
+    assert not caplog.records  # each problem is told once
     assert "verify says why" in say(capsys, 1, "show", tmp_path / "kv", "ddd")
     assert "1 entries checked, 1 wrong and deleted" in say(capsys, 0, "verify", tmp_path / "kv", "ddd", "--delete")
     assert "3 entries checked, 0 wrong" in say(capsys, 0, "verify", tmp_path / "kv")

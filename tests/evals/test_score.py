@@ -140,6 +140,29 @@ def test_files_that_are_no_results(tmp_path: Path, text: str) -> None:
         Results.load(path)
 
 
+GOOD = {
+    "id": "a", "tokens": 2, "nll": 1.5, "token_nll": [1, 0.5], "first_match": True, "greedy_prefix": 0,
+    "agreement": vars(Agreement()),
+}  # fmt: skip
+RIGHT = [("id", "no"), ("first_match", True), ("nll", 5), ("greedy_prefix", 5), ("agreement", None), ("difference", 5)]
+
+
+@pytest.mark.parametrize("name", [*GOOD, "difference"])
+@pytest.mark.parametrize("value", ["no", None, True, 5, [], ["x"], [True, 1], {}, math.inf])
+def test_values_of_another_kind_are_named(tmp_path: Path, name: str, value: object) -> None:
+    """True is a number for Python, and infinities are for its JSON."""
+    case = GOOD | {name: value}
+    if name == "difference":
+        case = GOOD | {"agreement": vars(Agreement()) | {name: value}}
+    path = tmp_path / "r.json"
+    path.write_text(HEAD + '"cases": [' + json.dumps(case) + "]}", encoding="utf-8")
+    if (name, value) in RIGHT:
+        assert len(Results.load(path).scores) == 1
+    else:
+        with pytest.raises(Ds4Error, match=r"r\.json: not a result file of ds4-score \(.+\); make it again"):
+            Results.load(path)
+
+
 def made(*nll: float, tokens: int = 2, first: int = 0) -> Results:
     """Results of cases "0", "1", ..."""
     scores = [

@@ -214,6 +214,14 @@ def lost_model(data: Any) -> None:
     del data["model"]
 
 
+def ids_that_are_texts(data: Any) -> None:
+    data["model"]["vocab"]["a"] = "x"
+
+
+def tokens_that_are_numbers(data: Any) -> None:
+    data["added_tokens"][0]["content"] = 5
+
+
 def many_tokens(data: Any) -> None:
     data["added_tokens"].append({"id": 4100, "content": "x", "special": True})
 
@@ -223,7 +231,9 @@ def many_tokens(data: Any) -> None:
     [
         (other_split, "cuts text otherwise than the tokenizer of DeepSeek V4"),
         (lost_token, "no special token '<think>'"),
-        (lost_model, "not the byte-level BPE of DeepSeek V4"),
+        (lost_model, r"not the byte-level BPE of DeepSeek V4 \('model' is missing\)"),
+        (ids_that_are_texts, "a token is no text, or its id no number"),
+        (tokens_that_are_numbers, "a token is no text, or its id no number"),
         (many_tokens, "has a token 4100, but config.json has a vocabulary of 4096"),
     ],
 )

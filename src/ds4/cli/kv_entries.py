@@ -26,7 +26,8 @@ def run_command(options: argparse.Namespace) -> int:
         check_exported(options.file)  # no directory is made for what is damaged
     files = Files(options.directory, create=options.command == "import")
     try:
-        return _COMMANDS[options.command](Store(files), options)
+        # What cannot be read is told by `verify` and, once, by `list`.
+        return _COMMANDS[options.command](Store(files, ignored=lambda name, error: None), options)
     finally:
         files.close()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,19 +173,48 @@ class Results:
         """Read a result file. Raises Ds4Error if it is none."""
         try:
             value = json.loads(read_text(path))
-            if value["format"] != FORMAT or value["version"] != VERSION:
-                raise ValueError(f"format {value['format']!r}, version {value['version']!r}")
-            return cls(str(value["model"]), str(value["source"]), [_score_of(case) for case in value["cases"]])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            head = _fields(value, "it", {"format": str, "version": int})
+            if (head["format"], head["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {head['format']!r}, version {head['version']}")
+            all = _fields(value, "it", {"model": str, "source": str, "cases": list})
+            return cls(all["model"], all["source"], [_score_of(case) for case in all["cases"]])
+        except (ValueError, RecursionError) as error:
             raise Ds4Error(f"{Path(path)}: not a result file of ds4-score ({error}); make it again") from error
 
 
-def _score_of(value: dict[str, Any]) -> Score:
-    agreement = value["agreement"]
-    found = Score(**{**value, "agreement": None if agreement is None else Agreement(**agreement)})
-    numbers = [found.nll, found.tokens, found.greedy_prefix, *found.token_nll]
-    if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or not isinstance(found.id, str):
-        raise ValueError(f"case {found.id!r} has values that are no numbers")
+_NUMBER = int | float
+_CASE = {"tokens": int, "nll": _NUMBER, "token_nll": list, "first_match": bool, "greedy_prefix": int}
+_AGREEMENT = {f.name: _NUMBER for f in fields(Agreement)}
+
+
+def _fields(value: Any, what: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The named fields of a JSON object. Raises ValueError for one that is missing or of another kind."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no object")
+    for name, kind in kinds.items():
+        if name not in value:
+            raise ValueError(f"{what} has no {name!r}")
+        entry = value[name]
+        # JSON has NaN and infinities for Python, and truth values are numbers for it.
+        right = isinstance(entry, kind) and isinstance(entry, bool) == (kind is bool)
+        if not right or (isinstance(entry, float) and not math.isfinite(entry)):
+            raise ValueError(f"{what} has {name!r} as {str(entry)[:40]!r}")
+    return {name: value[name] for name in kinds}
+
+
+def _score_of(value: Any) -> Score:
+    id = _fields(value, "a case", {"id": str})["id"]
+    case = _fields(value, f"case {id!r}", _CASE)
+    agreement = value.get("agreement")
+    found = Score(
+        id,
+        **case,
+        agreement=None
+        if agreement is None
+        else Agreement(**_fields(agreement, f"the agreement of {id!r}", _AGREEMENT)),
+    )
+    for number in found.token_nll:
+        _fields({"token_nll": number}, f"case {id!r}", {"token_nll": _NUMBER})
     if not 1 <= found.tokens == len(found.token_nll):
         raise ValueError(f"case {found.id!r} has {found.tokens} tokens and {len(found.token_nll)} values")
     return found

@@ -59,6 +59,7 @@ class Store:
         model: number of the model in headers (0 Flash, 1 Pro, 255 other).
         now: the time, Unix seconds.
         evicted: told the entries that left to make room.
+        ignored: told the names of files that cannot be read, and why; logged if it is None.
 
     Raises:
         Ds4Error: the directory cannot be used.
@@ -73,9 +74,11 @@ class Store:
         model: int = 255,
         now: Callable[[], float] = time.time,
         evicted: Callable[[Entry], None] = lambda entry: None,
+        ignored: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self.files, self.codec, self.budget = files, codec, budget
         self._context, self._model, self._now, self._evicted = context, model, now, evicted
+        self._ignored = ignored or (lambda name, error: log.warning("%s is ignored: %s", name, error))
         self._index = Index(files.path / INDEX_NAME)
         self._chains = Chains(files, self._condemn)
         self._lock = threading.RLock()
@@ -235,7 +238,7 @@ class Store:
             return None
         except (FileFormatError, OSError) as error:
             self._broken[file.name] = file
-            log.warning("%s is ignored: %s", file.name, error)
+            self._ignored(file.name, error)
             return None
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -217,11 +217,12 @@ def tokenizer_keys(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
             by_id[token["id"]] = token["content"]
             kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]]
+        if not all(type(id) is int and id >= 0 and isinstance(token, str) for id, token in by_id.items()):
+            raise ValueError("a token is no text, or its id no number")
         last = max(by_id)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Ds4Error(
-            f"{place}: not the byte-level BPE of DeepSeek V4 ({error!r}); download the file again"
-        ) from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise Ds4Error(f"{place}: not the byte-level BPE of DeepSeek V4 ({what}); download the file again") from error
     if last >= vocab:
         raise Ds4Error(f"{place}: has a token {last}, but config.json has a vocabulary of {vocab}")
     tokens = [by_id.get(id, f"[PAD{id}]") for id in range(vocab)]
