@@ -80,6 +80,8 @@ def test_round_trips_need_whole_blocks(change: dict[str, int], message: str) -> 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ds4.Ds4Error, match="path of its file"):
         ds4.load(5)  # type: ignore[arg-type]
+    with pytest.raises(ds4.Ds4Error, match=r"config is {'quality': True}; give a ds4\.EngineConfig"):
+        ds4.load(config={"quality": True})  # type: ignore[arg-type]
     with pytest.raises(ds4.Ds4Error, match="use topk, random or all"):
         ds4.load(index_selection="foo")  # type: ignore[arg-type]
     with pytest.raises(ds4.Ds4Error, match="DeepseekV4ForCausalLM, not a Linear"):

@@ -53,6 +53,8 @@ def load(
         raise Ds4Error(f"index_selection is {index_selection!r}; use topk, random or all")
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise Ds4Error(f"a model is given by the path of its file, not by {type(path).__name__}")
+    if config is not None and not isinstance(config, EngineConfig):
+        raise Ds4Error(f"config is {config!r:.60}; give a ds4.EngineConfig")
     file = gguf_file.open_model(gguf_file.embedded_model_path() if path is None else path)
     round_trips = file.qat_sim if qat_sim is None else qat_sim
     tokenizer = Tokenizer.from_metadata(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None
