@@ -294,7 +294,7 @@ def test_the_flags() -> None:
     ("arguments", "message"),
     [
         (["--kv-cache-cold-max-tokens", "100"], "must be 0 or at least"),
-        (["--kv-disk-space-mb", "0"], "kv_disk_space_mb is 0"),
+        (["--kv-disk-space-mb", "0"], "--kv-disk-space-mb is 0"),
         (["--kv-disk-dir", ""], "the name is empty"),
     ],
 )
