@@ -61,17 +61,17 @@ def test_table_and_files(embedded: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--compare", str(files["json"]), str(files["json"]), "--threshold", "1"]) == 0
 
 
-def test_the_layout_of_the_experts(
+def test_the_layout_of_the_experts_and_float32(
     embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is asked for reaches the engine; what the engine took is told."""
     from ds4.engine import Engine, EngineConfig, loading
 
-    asked: list[str] = []
+    asked: list[tuple[str, bool | None]] = []
     load = loading.load
 
     def recording(*args: Any, config: EngineConfig, **more: Any) -> Engine:
-        asked.append(config.expert_layout)
+        asked.append((config.expert_layout, config.quality))
         return load(*args, config=config, **more)
 
     monkeypatch.setattr(loading, "load", recording)
@@ -80,11 +80,12 @@ def test_the_layout_of_the_experts(
     assert main([*flags, "--json", str(files[0])]) == 0
     assert "layout" not in capsys.readouterr().out
     monkeypatch.setattr(Engine, "expert_layout", "a")
-    assert main([*flags, "--json", str(files[1]), "--expert-layout", "auto"]) == 0
+    assert main([*flags, "--json", str(files[1]), "--expert-layout", "auto", "--no-quality"]) == 0
     assert "experts in layout A" in capsys.readouterr().out
-    assert asked == ["b", "auto"]
-    found = [json.loads(file.read_text(encoding="utf-8"))["settings"]["expert_layout"] for file in files]
-    assert found == [None, "a"]
+    assert asked == [("b", None), ("auto", False)]
+    found = [json.loads(file.read_text(encoding="utf-8"))["settings"] for file in files]
+    assert [settings["expert_layout"] for settings in found] == [None, "a"]
+    assert [settings["quality"] for settings in found] == [True, True]  # the CPU has no other way
     assert main(["--compare", *map(str, files)]) == 0
     assert "settings, expert_layout: None / a" in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,9 +157,22 @@ def test_unknown_commands_are_named_and_a_space_makes_a_question(play: Play) -> 
     assert [m.text for m in conversation.messages] == ["/etc/passwd?", "A file."]
 
 
-@pytest.mark.parametrize(("layout", "text"), [(None, "tokens. /help"), ("a", "tokens, experts in layout A. /help")])
-def test_the_first_line_says_how_experts_are_held(
-    play: Play, layout: str | None, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("layout", "quality", "text"),
+    [
+        (None, None, "tokens. /help"),
+        (None, False, "tokens. /help"),
+        ("a", False, "tokens, experts in layout A. /help"),
+        ("b", True, "tokens, computed in float32, experts in layout B. /help"),
+    ],
+)
+def test_the_first_line_says_how_the_model_is_computed(
+    play: Play,
+    layout: str | None,
+    quality: bool | None,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Left:
         def prompt(self, text: str) -> str:
@@ -167,6 +181,7 @@ def test_the_first_line_says_how_experts_are_held(
     monkeypatch.setattr(repl, "_prompt_session", lambda path: Left())
     monkeypatch.setattr(Engine, "expert_layout", layout)
     _, conversation = play([])
+    monkeypatch.setattr(conversation.engine, "config", replace(conversation.engine.config, quality=quality))
     assert repl.run_repl(conversation, Options(model="m.gguf")) == 0
     assert capsys.readouterr().out.startswith("m.gguf, context 4096 " + text)
 

@@ -176,8 +176,8 @@ class Results:
             head = _fields(value, "it", {"format": str, "version": int})
             if (head["format"], head["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {head['format']!r}, version {head['version']}")
-            all = _fields(value, "it", {"model": str, "source": str, "cases": list})
-            return cls(all["model"], all["source"], [_score_of(case) for case in all["cases"]])
+            body = _fields(value, "it", {"model": str, "source": str, "cases": list})
+            return cls(body["model"], body["source"], [_score_of(case) for case in body["cases"]])
         except (ValueError, RecursionError) as error:
             raise Ds4Error(f"{Path(path)}: not a result file of ds4-score ({error}); make it again") from error
 
@@ -206,13 +206,9 @@ def _score_of(value: Any) -> Score:
     id = _fields(value, "a case", {"id": str})["id"]
     case = _fields(value, f"case {id!r}", _CASE)
     agreement = value.get("agreement")
-    found = Score(
-        id,
-        **case,
-        agreement=None
-        if agreement is None
-        else Agreement(**_fields(agreement, f"the agreement of {id!r}", _AGREEMENT)),
-    )
+    found = Score(id, **case)
+    if agreement is not None:
+        found.agreement = Agreement(**_fields(agreement, f"the agreement of {id!r}", _AGREEMENT))
     for number in found.token_nll:
         _fields({"token_nll": number}, f"case {id!r}", {"token_nll": _NUMBER})
     if not 1 <= found.tokens == len(found.token_nll):

@@ -21,7 +21,7 @@ from ds4.gguf.file import ModelFile, embedded_model_path, open_model
 from ds4.gguf.shape import FLASH, Shape
 from ds4.model.cuda import plan
 from ds4.model.cuda.exact import ExactBuffers, ExactModel
-from ds4.model.cuda.forward import Buffers, DeviceModel, StepBuffers
+from ds4.model.cuda.forward import Buffers, ByteModel, StepBuffers
 from ds4.model.cuda.pool import DeviceCache
 from ds4.model.cuda.runner import CudaRunner
 from ds4.model.cuda.sampling import TokenSampler
@@ -161,7 +161,7 @@ def nbytes(*held: object) -> int:
 def test_buffers_of_a_step_are_as_planned(file: ModelFile, rows: int, exact: bool) -> None:
     """The plan may say a little more: of sums of blocks that only some types need, and of widths that not all use."""
     weights = DeviceWeights.load(FileBytes(file), "cpu")
-    model = (ExactModel if exact else DeviceModel)(weights, DeviceCache(SHAPE, "cpu", 1, 512))
+    model = (ExactModel if exact else ByteModel)(weights, DeviceCache(SHAPE, "cpu", 1, 512))
     keys = model.scores.shape[1]
     buffers = model.buffers(rows)
     assert isinstance(buffers, ExactBuffers if exact else StepBuffers)

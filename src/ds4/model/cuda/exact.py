@@ -6,24 +6,23 @@ gives depends neither on the others nor on how many there are.
 
 from __future__ import annotations
 
-from torch import Tensor, float32
+from functools import partial
+
+import torch
 
 from ds4.model.cuda.forward import Buffers, DeviceModel, route, split_side
 from ds4.model.cuda.plan import EXACT_SPLITS
 from ds4.model.cuda.weights import DeviceLayer
 from ds4.ops.kernels.attention import Parts, attention
-from ds4.ops.kernels.embed import embed
 from ds4.ops.kernels.exact_linear import exact_experts, exact_linear
-from ds4.ops.kernels.hyper import Update, hc_collapse, hc_pre
 from ds4.ops.kernels.quantize import rms_norm_quantise
-from ds4.ops.kernels.rows import rope_tables
 from ds4.ops.kernels.swiglu import swiglu
 
 
 class ExactBuffers(Buffers):
     """All that an exact step works in; the last of a row's places is the shared expert's."""
 
-    ready_dtype = float32
+    ready_dtype = torch.float32
 
     def __init__(self, model: DeviceModel, rows: int) -> None:
         super().__init__(model, rows)
@@ -35,7 +34,7 @@ class ExactBuffers(Buffers):
 
 
 class ExactModel(DeviceModel):
-    """A `DeviceModel` whose decode steps are exact; it has no short pieces."""
+    """A model whose decode steps are exact; pieces of any length go through `ds4.model.cuda.prefill`."""
 
     def _allocate(self, rows: int) -> Buffers:
         return ExactBuffers(self, rows)
@@ -43,29 +42,10 @@ class ExactModel(DeviceModel):
     def decode(self, b: Buffers) -> None:
         """See `DeviceModel.decode`."""
         assert isinstance(b, ExactBuffers)
-        w = self.weights
-        rope_tables(b.positions, self.turns.frequencies, self.turns.back, b.turns)
-        old, new = b.streams
-        embed(w.embedding, b.ids, old)
-        update: Update | None = None
-        for number, layer in enumerate(w.layers):
-            hc_pre(old, layer.hc_attn, b.partials, b.coefficients, None, b.x, update, self.constants, alone=True)
-            if update is not None:
-                old, new = new, old
-            self._exact_attention(number, layer, b)
-            update = Update(b.y, b.coefficients, new)
-            hc_pre(old, layer.hc_ffn, b.partials, b.coefficients, None, b.x, update, self.constants, alone=True)
-            old, new = new, old
-            self._exact_experts(layer, b)
-            update = Update(b.out, b.coefficients, new)
-        hc_collapse(old, w.hc_head, b.partials, None, b.x, update, constants=self.constants, alone=True)
-        exact_linear(w.output, b.x, b.token_logits)
+        self._layers(b, partial(self._attention, b), partial(self._experts, b))
+        exact_linear(self.weights.output, b.x, b.token_logits)
 
-    def short_chunk(self, b: Buffers) -> None:
-        """Not there: pieces of any length go through `ds4.model.cuda.prefill`."""
-        raise NotImplementedError
-
-    def _exact_attention(self, number: int, w: DeviceLayer, b: ExactBuffers) -> None:
+    def _attention(self, b: ExactBuffers, number: int, w: DeviceLayer) -> None:
         s, ratio, kv_cache = self.shape, self.shape.ratios[number], self.layer_caches[number]
         wide, turn = s.heads * s.head_dim, b.turns[1 if ratio else 0]
         exact_linear(w.q_a_kv, b.x, b.qkv)
@@ -74,7 +54,7 @@ class ExactModel(DeviceModel):
         if w.side is not None:
             exact_linear(w.side, b.x, side)
         rms_norm_quantise(b.qkv[:, : s.q_lora_rank], w.q_a_norm, s.rms_eps, None, b.qr)
-        q: Tensor = b.q[:, : w.q_b.n]
+        q = b.q[:, : w.q_b.n]
         exact_linear(w.q_b, b.qr, q)
         index_x = q[:, wide:]
         if w.index_q is not None:
@@ -90,7 +70,7 @@ class ExactModel(DeviceModel):
         exact_linear(w.output_a, b.heads.view(b.rows, wide), b.low, s.o_groups)
         exact_linear(w.output_b, b.low, b.y)
 
-    def _exact_experts(self, w: DeviceLayer, b: ExactBuffers) -> None:
+    def _experts(self, b: ExactBuffers, w: DeviceLayer) -> None:
         s, top = self.shape, self.shape.experts_used
         gate, up = b.gate_up[..., : s.expert_hidden], b.gate_up[..., s.expert_hidden :]
         exact_linear(w.router, b.x, b.logits)

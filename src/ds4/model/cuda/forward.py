@@ -10,8 +10,10 @@ page tables are in the cache.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -105,9 +107,12 @@ class Buffers:
 
     Attributes:
         ready_dtype: of queries that are made ready for the attention.
+        x8, ffn_x8: the inputs of sublayers in bytes; None where a step is exact, and they are in `x` alone.
     """
 
     ready_dtype = torch.float16
+    x8: Quantised | None = None
+    ffn_x8: Quantised | None = None
 
     def __init__(self, model: DeviceModel, rows: int) -> None:
         s, device = model.shape, model.device
@@ -150,6 +155,9 @@ class Buffers:
 class StepBuffers(Buffers):
     """All that a step works in whose matrices take bytes."""
 
+    x8: Quantised
+    ffn_x8: Quantised
+
     def __init__(self, model: DeviceModel, rows: int) -> None:
         super().__init__(model, rows)
         s, device, layers = model.shape, model.device, model.weights.layers
@@ -168,8 +176,8 @@ class StepBuffers(Buffers):
         self.shared8 = Quantised.allocate(rows, s.expert_hidden, device)
 
 
-class DeviceModel:
-    """A model on one device: weights, cache, and the steps over both."""
+class DeviceModel(ABC):
+    """A model on one device: weights, cache, and what all ways of computing a step over both share."""
 
     def __init__(self, weights: DeviceWeights, cache: DeviceCache) -> None:
         s = weights.shape
@@ -183,8 +191,6 @@ class DeviceModel:
         if s.sparse_ratio in s.ratios:
             keys = max(1, -(-(cache.context // s.sparse_ratio) // PAGE_ROWS)) * PAGE_ROWS
         self.scores = torch.zeros((MAX_ROWS, max(keys, 1)), device=self.device)
-        self._zeros = torch.zeros(MAX_ROWS, dtype=torch.int32, device=self.device)
-        self._scratch_ring = RowPlanes.allocate(1, MAX_ROWS + s.window - 1, head_dim=s.head_dim, device=self.device)
         self._buffers: dict[int, Buffers] = {}
 
     @cached_property
@@ -204,74 +210,42 @@ class DeviceModel:
             self._buffers[bucket] = self._allocate(bucket)
         return self._buffers[bucket]
 
-    def _allocate(self, rows: int) -> Buffers:
-        return StepBuffers(self, rows)
+    @abstractmethod
+    def _allocate(self, rows: int) -> Buffers: ...
 
+    @abstractmethod
     def decode(self, b: Buffers) -> None:
         """One token of each row's sequence; the rows' logits are in `b.token_logits` then."""
-        assert isinstance(b, StepBuffers)
-        with overlapping(b.rows <= OVERLAP_ROWS):
-            self._step(b, chunk=False)
 
-    def short_chunk(self, b: Buffers) -> None:
-        """Consecutive tokens of one sequence, padding at the end; logits as for `decode`."""
-        assert isinstance(b, StepBuffers)
-        self._step(b, chunk=True)
+    def _layers(
+        self,
+        b: Buffers,
+        attention: Callable[[int, DeviceLayer], None],
+        experts: Callable[[DeviceLayer], None],
+    ) -> None:
+        """From the rows' tokens to the input of the vocabulary matrix, in `b.x8` or, exact, in `b.x`.
 
-    def _step(self, b: StepBuffers, chunk: bool) -> None:
-        w = self.weights
+        Args:
+            attention, experts: from the input of a layer's sublayer to its output, in `b.y` and in `b.out`.
+        """
+        w, exact = self.weights, b.x8 is None
         rope_tables(b.positions, self.turns.frequencies, self.turns.back, b.turns)
         old, new = b.streams
         embed(w.embedding, b.ids, old)
         update: Update | None = None
         for number, layer in enumerate(w.layers):
-            exact = b.x if layer.side is not None else None
-            hc_pre(old, layer.hc_attn, b.partials, b.coefficients, b.x8, exact, update, self.constants)
+            x = b.x if exact or layer.side is not None else None
+            hc_pre(old, layer.hc_attn, b.partials, b.coefficients, b.x8, x, update, self.constants, exact)
             if update is not None:
                 old, new = new, old
-            self._attention(number, layer, b, chunk)
+            attention(number, layer)
             update = Update(b.y, b.coefficients, new)
-            hc_pre(old, layer.hc_ffn, b.partials, b.coefficients, b.ffn_x8, b.x, update, self.constants)
+            hc_pre(old, layer.hc_ffn, b.partials, b.coefficients, b.ffn_x8, b.x, update, self.constants, exact)
             old, new = new, old
-            self._experts(layer, b)
+            experts(layer)
             update = Update(b.out, b.coefficients, new)
-        hc_collapse(old, w.hc_head, b.partials, b.x8, None, update, constants=self.constants)
-        gemv(w.output, b.x8, b.token_logits)
-
-    # -- attention ---------------------------------------------------------------------------------------------------
-
-    def _attention(self, number: int, w: DeviceLayer, b: StepBuffers, chunk: bool) -> None:
-        s, ratio, kv_cache = self.shape, self.shape.ratios[number], self.layer_caches[number]
-        wide, turn = s.heads * s.head_dim, b.turns[1 if ratio else 0]
-        side = b.side[:, : w.side.n] if w.side is not None else b.side
-        if w.side is None:
-            gemv(w.q_a_kv, b.x8, b.qkv)
-        else:
-            gemv_both(w.q_a_kv, b.x8, b.qkv, w.side, b.x, side)
-        qr, kv = b.qkv[:, : s.q_lora_rank], b.qkv[:, s.q_lora_rank :]
-        rms_norm_quantise(qr, w.q_a_norm, s.rms_eps, b.qr8, b.qr if w.index_q is not None else None)
-        q = b.q[:, : w.q_b.n]
-        index_x = q[:, wide:]
-        if w.index_q is None:
-            gemv(w.q_b, b.qr8, q)
-        else:
-            index_x = b.index_x
-            gemv_both(w.q_b, b.qr8, q, w.index_q, b.qr, index_x)
-        compressors, weight = split_side(w, kv_cache, side)
-        if chunk:
-            ring = self._store_chunk(number, w, b, kv, q[:, :wide], index_x, compressors)
-        else:
-            self._store_step(number, w, b, kv, q[:, :wide], index_x, compressors)
-            ring = kv_cache.ring
-        chosen = None if weight is None else self._choose(number, b, weight, chunk)
-        attention(
-            b.ready_q.view(b.rows, wide), turn, s.rms_eps, w.sinks, b.positions, b.slots, ring,
-            kv_cache.rows(ratio, chosen), None, b.parts, b.heads8,
-            window_slots=self._zeros[: b.rows] if chunk else None, ready=True, window=s.window,
-        )  # fmt: skip
-        gemv_grouped(w.output_a, b.heads8, b.low, s.o_groups)
-        quantise(b.low, b.low8)
-        gemv(w.output_b, b.low8, b.y)
+        x = b.x if exact else None
+        hc_collapse(old, w.hc_head, b.partials, b.x8, x, update, constants=self.constants, alone=exact)
 
     def _choose(self, number: int, b: Buffers, weight: Tensor, chunk: bool = False) -> Tensor:
         """The compressed rows of each row's token, by what is in `b.index_q` and the weights of its heads."""
@@ -306,6 +280,68 @@ class DeviceModel:
             Queries(index_x, b.index_q) if s.has_indexer(number) else None, Queries(q, b.ready_q),
         )  # fmt: skip
 
+
+class ByteModel(DeviceModel):
+    """A model whose steps multiply activations in bytes; it has steps for short pieces of a sequence, too."""
+
+    def __init__(self, weights: DeviceWeights, cache: DeviceCache) -> None:
+        super().__init__(weights, cache)
+        s, device = self.shape, self.device
+        self._zeros = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self._scratch_ring = RowPlanes.allocate(1, MAX_ROWS + s.window - 1, head_dim=s.head_dim, device=device)
+
+    def _allocate(self, rows: int) -> Buffers:
+        return StepBuffers(self, rows)
+
+    def decode(self, b: Buffers) -> None:
+        """See `DeviceModel.decode`."""
+        with overlapping(b.rows <= OVERLAP_ROWS):
+            self._step(b, chunk=False)
+
+    def short_chunk(self, b: Buffers) -> None:
+        """Consecutive tokens of one sequence, padding at the end; logits as for `decode`."""
+        self._step(b, chunk=True)
+
+    def _step(self, b: Buffers, chunk: bool) -> None:
+        assert isinstance(b, StepBuffers)
+        self._layers(b, partial(self._attention, b, chunk), partial(self._experts, b))
+        gemv(self.weights.output, b.x8, b.token_logits)
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(self, b: StepBuffers, chunk: bool, number: int, w: DeviceLayer) -> None:
+        s, ratio, kv_cache = self.shape, self.shape.ratios[number], self.layer_caches[number]
+        wide, turn = s.heads * s.head_dim, b.turns[1 if ratio else 0]
+        side = b.side[:, : w.side.n] if w.side is not None else b.side
+        if w.side is None:
+            gemv(w.q_a_kv, b.x8, b.qkv)
+        else:
+            gemv_both(w.q_a_kv, b.x8, b.qkv, w.side, b.x, side)
+        qr, kv = b.qkv[:, : s.q_lora_rank], b.qkv[:, s.q_lora_rank :]
+        rms_norm_quantise(qr, w.q_a_norm, s.rms_eps, b.qr8, b.qr if w.index_q is not None else None)
+        q = b.q[:, : w.q_b.n]
+        index_x = q[:, wide:]
+        if w.index_q is None:
+            gemv(w.q_b, b.qr8, q)
+        else:
+            index_x = b.index_x
+            gemv_both(w.q_b, b.qr8, q, w.index_q, b.qr, index_x)
+        compressors, weight = split_side(w, kv_cache, side)
+        if chunk:
+            ring = self._store_chunk(number, w, b, kv, q[:, :wide], index_x, compressors)
+        else:
+            self._store_step(number, w, b, kv, q[:, :wide], index_x, compressors)
+            ring = kv_cache.ring
+        chosen = None if weight is None else self._choose(number, b, weight, chunk)
+        attention(
+            b.ready_q.view(b.rows, wide), turn, s.rms_eps, w.sinks, b.positions, b.slots, ring,
+            kv_cache.rows(ratio, chosen), None, b.parts, b.heads8,
+            window_slots=self._zeros[: b.rows] if chunk else None, ready=True, window=s.window,
+        )  # fmt: skip
+        gemv_grouped(w.output_a, b.heads8, b.low, s.o_groups)
+        quantise(b.low, b.low8)
+        gemv(w.output_b, b.low8, b.y)
+
     def _store_chunk(
         self,
         number: int,
@@ -331,7 +367,7 @@ class DeviceModel:
 
     # -- mixture of experts ------------------------------------------------------------------------------------------
 
-    def _experts(self, w: DeviceLayer, b: StepBuffers) -> None:
+    def _experts(self, b: StepBuffers, w: DeviceLayer) -> None:
         s = self.shape
         gemv_both(w.shared_gate_up, b.x8, b.gate_up, w.router, b.x, b.logits)
         route(w, s, b.logits, b.ids, b.chosen, b.weights, b.positions)

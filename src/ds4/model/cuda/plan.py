@@ -511,7 +511,7 @@ def _decode(shape: Shape, options: Options) -> list[Item]:
     # Short pieces of a prompt go through steps of every size, however few sessions there are; exact ones do not.
     sizes = graphs if options.quality else BUCKETS
     every, scratch = sum(sizes), sum(step_bytes(s, b, keys, options.quality) for b in sizes)
-    ring = (BUCKETS[-1] + s.window) * row_bytes(s)
+    ring = 0 if options.quality else (BUCKETS[-1] + s.window) * row_bytes(s)  # of short pieces
     steps = ", ".join(map(str, graphs))
     nodes = len(graphs) * (s.layers * (_EXACT_NODES if options.quality else _NODES) + 32)
     part = "decode and the runtime"

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds4 import ops
 from ds4.errors import Ds4Error
 from ds4.model.cuda.exact import ExactModel
-from ds4.model.cuda.forward import MAX_ROWS, Buffers, DeviceModel
+from ds4.model.cuda.forward import MAX_ROWS, Buffers, ByteModel, DeviceModel
 from ds4.model.cuda.plan import BUCKETS, bucket
 from ds4.model.cuda.pool import DeviceCache, DeviceState
 from ds4.model.cuda.prefill import compile_selection, prefill
@@ -79,7 +79,7 @@ class CudaRunner:
         context = min(config.context or shape.context, shape.context)
         self.shape = replace(shape, context=context)
         cache = DeviceCache(shape, device, config.slots, context, config.limits)
-        self.model = (ExactModel if config.quality else DeviceModel)(weights, cache)
+        self.model: DeviceModel = (ExactModel if config.quality else ByteModel)(weights, cache)
         if not config.quality:
             _ = self.model.expert_scales, self.model.attention_fits  # refuses what is damaged now, not amid a prompt
         self._capture = device.type == "cuda" if config.graphs is None else config.graphs
@@ -326,7 +326,7 @@ class CudaRunner:
     def _warm_short(self, rows: int) -> None:
         buffers = self.model.buffers(rows)
         _fill(buffers, [])
-        self.model.short_chunk(buffers)
+        self._short_step(buffers)
 
     @torch.no_grad()
     def _warm_piece(self, start: int, tokens: int) -> None:
@@ -365,8 +365,12 @@ class CudaRunner:
     def _short(self, state: DeviceState, ids: list[int], rows: list[int]) -> Tensor | None:
         buffers = self.model.buffers(len(ids))
         _fill(buffers, [(state.length + i, state.slot, token) for i, token in enumerate(ids)])
-        self.model.short_chunk(buffers)
+        self._short_step(buffers)
         return buffers.token_logits[rows[0] : rows[-1] + 1] if rows else None
+
+    def _short_step(self, buffers: Buffers) -> None:
+        assert isinstance(self.model, ByteModel)  # where steps are exact, every piece is a long one
+        self.model.short_chunk(buffers)
 
     def _long(
         self, state: DeviceState, ids: list[int], rows: list[int], energy: EnergyTap | None = None
