@@ -48,7 +48,7 @@ def request(texts: Sequence[str], tokens: int) -> ChatRequest:
 def ask(worker: Worker, asked: ChatRequest, cancel: bool) -> Done | None:
     """An answer; None if it was cancelled."""
     replies: queue.Queue[Reply] = queue.Queue()
-    job = worker.submit(asked, worker.prompts.build(asked), replies.put)
+    job = worker.submit(asked, worker.prompts.prompt(asked), replies.put)
     while not isinstance(reply := replies.get(timeout=600), Done):
         if isinstance(reply, Failed):
             raise SystemExit(f"a request failed: {reply.message}")

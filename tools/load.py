@@ -448,7 +448,7 @@ def without_http(script: Path, pacing: Pacing) -> float:
     ended: list[Done | Failed] = []
     for one in pacing.asks():
         request = parsers[one.path](json.loads(one.body()), context).request
-        prompt = worker.prompts.build(request)
+        prompt = worker.prompts.prompt(request)
         worker.submit(request, prompt, lambda reply: ended.append(reply) if isinstance(reply, Done | Failed) else None)
     start = time.monotonic()
     worker.start()

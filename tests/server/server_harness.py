@@ -132,8 +132,11 @@ def serving(backend: Backend, config: ServerConfig) -> Iterator[Running]:
 def scripted(
     *lines: dict[str, Any], chunk: int = 64, wait: Callable[[float], bool] | None = None, **options: Any
 ) -> Iterator[Running]:
-    """A server over a script; `options` are those of ServerConfig."""
-    config = ServerConfig(**options)
+    """A server over a script; `options` are those of ServerConfig.
+
+    A stream's status waits for the first event, however busy the machine is, unless they say otherwise.
+    """
+    config = ServerConfig(**{"first_byte_seconds": 600.0, **options})
     with serving(script_backend(*lines, config=config, chunk=chunk, wait=wait), config) as running:
         yield running
 

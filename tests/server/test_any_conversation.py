@@ -169,7 +169,7 @@ class Conversation:
 def ask(worker: Worker, request: ChatRequest) -> Done:
     """Answer a request, and wait until nothing runs."""
     replies: queue.Queue[Reply] = queue.Queue()
-    worker.submit(request, worker.prompts.build(request), replies.put)
+    worker.submit(request, worker.prompts.prompt(request), replies.put)
     while not isinstance(reply := replies.get(timeout=60), Done):
         assert not isinstance(reply, Failed), reply
     assert worker.wait_idle(30)
@@ -256,7 +256,7 @@ def test_a_state_is_reused_only_for_what_the_client_shows_of_it(seed: int) -> No
             ask(worker, ChatRequest("m", (Message(role="user", content="Hello"),), max_tokens=9))
         request, done = conversation.step(action, number)
         session, size = newest(worker), done.usage.prompt
-        oracle.check(worker.prompts.build(request).key, key_bytes(session.tokens[:size]), request.messages)
+        oracle.check(worker.prompts.prompt(request).key, key_bytes(session.tokens[:size]), request.messages)
         pending = () if session.pending in (None, session.engine.tokenizer.eos) else (session.pending,)
         oracle.learn(key_bytes([*session.tokens[size - 1 :], *pending]), done.message)
         # A client that only goes on, whatever it drops and trims, has nothing evaluated twice.

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 from server_harness import WEATHER, Running, call_pieces, line, random_engine, scripted, serving
-from worker_harness import ENDLESS, Gate, last, look_until, move, replies_to, request, scripted_worker, timed_worker
+from worker_harness import (
+    ENDLESS,
+    Gate,
+    last,
+    look_until,
+    move,
+    replies_to,
+    request,
+    scripted_worker,
+    submitted,
+    timed_worker,
+)
 
 from ds4.chat.tools import tool_schemas
 from ds4.server.backend import Backend
@@ -163,7 +174,7 @@ def test_a_client_that_leaves_ends_all_answers() -> None:
     worker = scripted_worker(line("a", then="repeat"))
     replied: queue.Queue[Reply] = queue.Queue()
     asked = request("hi", tokens=ENDLESS, n=3)
-    job = worker.submit(asked, worker.prompts.build(asked), replied.put)
+    job = submitted(worker, asked, replied.put)
     worker.start()
     look_until(lambda: isinstance(reply := replied.get(timeout=30), Events) and reply.index == 2)
     job.cancel()
@@ -178,7 +189,7 @@ def test_a_client_that_leaves_ends_all_answers() -> None:
 def test_a_client_that_leaves_before_the_answers_begin_frees_their_places() -> None:
     worker = scripted_worker(line("a"), max_sessions=2)
     asked = request("hi " * 200, n=2)
-    job = worker.submit(asked, worker.prompts.build(asked), lambda reply: job.cancel())
+    job = submitted(worker, asked, lambda reply: job.cancel())
     worker.start()
     assert worker.wait_idle(30)
     assert len(ends_of(replies_to(worker, request("yo", n=2))[0], 2)) == 2

@@ -36,7 +36,7 @@ def builder(of: Engine, config: ServerConfig = CONFIG) -> PromptBuilder:
 
 def prompt(of: Engine, messages: Sequence[Any], thinking: bool = True, **options: Any) -> Prompt:
     request = ChatRequest("m", tuple(Message(role=role, content=text) for role, text in messages), thinking=thinking)
-    return builder(of, ServerConfig(ctx=512, **options)).build(request)
+    return builder(of, ServerConfig(ctx=512, **options)).prompt(request)
 
 
 def slot(of: Engine, ids: Sequence[int]) -> Slot:
@@ -89,7 +89,7 @@ def test_equal_text_in_other_tokens_is_continued_with_the_tokens_of_the_prompt()
 def test_a_text_that_the_client_continues_is_left_between_two_tokens_of_the_prompt(goes_on: str, whole: bool) -> None:
     of = engine("hel", "l", "o wor")
     sampled = [of.tokenizer.piece(p) for p in (b"hel", b"l", b"o wor")]  # type: ignore[attr-defined]
-    asked, wanted = (builder(of).build(ChatRequest("m", (), text=f"greet {t}")) for t in ("", f"hello wor{goes_on}"))
+    asked, wanted = (builder(of).prompt(ChatRequest("m", (), text=f"greet {t}")) for t in ("", f"hello wor{goes_on}"))
     live = slot(of, [*asked.ids[:-1], *of.tokenizer.encode(" "), *sampled])
     chosen = choose(of, wanted, live)
     assert chosen.whole == whole
@@ -117,9 +117,9 @@ def test_the_same_text_in_more_tokens_is_continued_however_little_room_it_leaves
     said = Message(reasoning="hello world", content="hello world")
     bind_reply(live, thinks, said, of.tokenizer, builder(of).encode, "official")
     asked = [Message(role="user", content="greet"), said, Message(role="user", content="more")]
-    third = builder(of).build(ChatRequest("m", tuple(asked), tool_schemas([WEATHER])))
+    third = builder(of).prompt(ChatRequest("m", tuple(asked), tool_schemas([WEATHER])))
     assert choose(of, third, live).source == "none"
-    first = builder(of).build(ChatRequest("m", tuple(asked[:1]), tool_schemas([WEATHER])))
+    first = builder(of).prompt(ChatRequest("m", tuple(asked[:1]), tool_schemas([WEATHER])))
     live = slot(of, [*first.ids, *pieces, of.tokenizer.end_think, *pieces])
     live.session.pending = of.tokenizer.eos
     bind_reply(live, first, said, of.tokenizer, builder(of).encode, "official")
@@ -137,7 +137,7 @@ def test_hidden_reasoning_leaves_room_for_an_answer() -> None:
     ends = []
     for thought in (30, 90):
         messages.append(Message(role="user", content="q " * 20))
-        asked = builder(of).build(ChatRequest("m", tuple(messages)))
+        asked = builder(of).prompt(ChatRequest("m", tuple(messages)))
         chosen = choose(of, asked, live)
         live.session.sync([*chosen.ids, *[why] * thought, of.tokenizer.end_think, yes])
         live.session.pending = of.tokenizer.eos
@@ -145,7 +145,7 @@ def test_hidden_reasoning_leaves_room_for_an_answer() -> None:
         bind_reply(live, asked, reply, of.tokenizer, builder(of).encode, "official")
         ends.append(len(live.session.tokens))
         messages.append(Message(content="yes"))
-    wanted = builder(of).build(ChatRequest("m", (*messages, Message(role="user", content="more"))))
+    wanted = builder(of).prompt(ChatRequest("m", (*messages, Message(role="user", content="more"))))
     whole = choose(of, wanted, live)
     assert whole.whole
     assert len(whole.ids) == len(wanted.ids) + 122
@@ -270,8 +270,8 @@ def test_an_answer_beyond_what_is_evaluated_is_no_way_in(called: bool) -> None:
     reply = Message(reasoning="why", content="yes", tool_calls=calls, raw_dsml=" " if called else "")
     shown = replace(reply, reasoning="", content="" if called else "yes", raw_dsml="")
     asked = [Message(role="user", content="word " * 40), Message(role="user", content="more " * 40)]
-    first = builder(of).build(ChatRequest("m", (asked[0],)))
-    second = builder(of).build(ChatRequest("m", (asked[0], shown, asked[1])))
+    first = builder(of).prompt(ChatRequest("m", (asked[0],)))
+    second = builder(of).prompt(ChatRequest("m", (asked[0], shown, asked[1])))
     live = slot(of, [*first.ids, *said])
     live.session.pending = eos
     bind_reply(live, first, reply, of.tokenizer, encode, "official")
@@ -280,7 +280,7 @@ def test_an_answer_beyond_what_is_evaluated_is_no_way_in(called: bool) -> None:
     live.session.sync([*chosen.ids, *said])
     live.session.pending = eos
     bind_reply(live, second, reply, of.tokenizer, encode, "official")
-    third = builder(of).build(ChatRequest("m", (asked[0], shown, asked[1], shown, asked[0])))
+    third = builder(of).prompt(ChatRequest("m", (asked[0], shown, asked[1], shown, asked[0])))
     both = choose(of, third, live)
     assert both.whole
     # A request goes back into the second question and is cancelled there.

@@ -105,7 +105,7 @@ def test_a_prompt_far_over_the_context_is_refused_before_it_is_tokenised(monkeyp
     builder._encoder._least("")  # looks through the vocabulary once
     tracemalloc.start()
     with pytest.raises(LongPromptError):
-        builder.build(request)
+        builder.prompt(request)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * 5_000_000

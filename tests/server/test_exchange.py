@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,19 @@ from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
 from ds4.server.bodies import ClientGoneError
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Post, Prompt, Reply, Usage
+from ds4.server.request import (
+    Admitted,
+    ChatRequest,
+    Done,
+    Events,
+    Failed,
+    Job,
+    Post,
+    Prompt,
+    QueueFullError,
+    Reply,
+    Usage,
+)
 from ds4.server.worker import Worker
 
 REPLY = Events((TextDelta("x"),), ())
@@ -26,7 +39,9 @@ class Source:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
-    def submit(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None], post: Post) -> Job:
+    def submit(
+        self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None], post: Post, constraint: Any
+    ) -> Job:
         self.jobs.append(Job(1, request, prompt, deliver, post))
         return self.jobs[-1]
 
@@ -60,6 +75,21 @@ def with_exchange(
             await asyncio.wait_for(test(exchange, write), 30)
         finally:
             exchange.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_not_taken_needs_no_grammar() -> None:
+    class Full(Source):
+        def submit(self, *arguments: Any) -> Job:
+            raise QueueFullError("full")
+
+    async def main() -> None:
+        chat, prompt = ChatRequest("m", ()), Prompt(Rendered(""), [], b"")
+        constraint: Future[Any] = Future()
+        with pytest.raises(QueueFullError):
+            Exchange(Request({"type": "http"}), cast(Worker, Full()), chat, prompt, constraint)
+        assert constraint.cancelled()
 
     asyncio.run(main())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 import httpx
@@ -12,11 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_harness import Running, line, scripted
+from worker_harness import last, look_until, move, request, run, timed_worker
 
 from ds4.errors import RequestError
 from ds4.server.constraints import AnswerRules, Enforcement, Grammars, GrammarsBusyError, SchemaError, grammar, grammars
 from ds4.server.constraints.schema import MAX_PARTS, Document
 from ds4.server.constraints.vocabulary import Vocabulary
+from ds4.server.request import Done, Failed, Reply
+from ds4.server.running import TimedJob, WaitingLine
 from tests.server.constraint_helpers import TOKENS, begin, schema_of, tools_of
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -291,22 +297,124 @@ def one_thread(server: Running) -> Grammars:
 JSON = line("</think>", "{", "}")
 
 
-def test_a_stream_does_not_wait_for_a_long_compilation_and_finds_it_done_later(costs: Costs) -> None:
-    with scripted(JSON, JSON, JSON, first_byte_seconds=0.02) as server:
+def chunks_of(answer: httpx.Response) -> list[Any]:
+    """The events of a stream of chat completions."""
+    return [json.loads(text[6:]) for text in answer.text.split("\n\n") if text.startswith("data: {")]
+
+
+def test_a_stream_opens_while_its_grammar_is_made_and_others_do_not_wait(costs: Costs) -> None:
+    with scripted(JSON, JSON, first_byte_seconds=0.02, keep_alive_seconds=0.02) as server:
         costs.open.clear()
         schema = schema_of(a={"type": "null"})
-        busy = server.post(body(schema, stream=True))
-        assert busy.status_code == 429
-        assert busy.json()["error"]["type"] == "rate_limit_error"
-        assert int(busy.headers["retry-after"]) > 0
-        # Others do not wait either.
-        assert server.post({"messages": HELLO, "stream": True}).status_code == 200
-        assert server.http.get("/stats").json()["requests"]["refused"] == 1
-        costs.open.set()
-        while server.worker.prompts._grammars._works:
-            threading.Event().wait(0.001)
-        assert server.post(body(schema, stream=True)).status_code == 200
+        url = server.url + "/v1/chat/completions"
+        with httpx.stream("POST", url, json=body(schema, stream=True), timeout=60, trust_env=False) as slow:
+            assert slow.status_code == 200
+            pieces = slow.iter_text()
+            assert next(pieces).startswith(":")  # a sign of life
+            other = server.post({"messages": HELLO})
+            assert other.json()["choices"][0]["message"]["content"] == "{}"
+            assert server.worker.status()["waiting"] == 1
+            costs.open.set()
+            text = "".join(pieces)
+        assert '"content":"{' in text
+        assert text.endswith("data: [DONE]\n\n")
         assert len(costs.compiled) == 1
+
+
+def test_a_schema_that_proves_wrong_ends_the_stream_that_waits_for_it(costs: Costs) -> None:
+    with scripted(JSON, first_byte_seconds=0.02, keep_alive_seconds=0.02) as server:
+        costs.open.clear()
+        url = server.url + "/v1/chat/completions"
+        with httpx.stream("POST", url, json=body(UNIQUE, stream=True), timeout=60, trust_env=False) as slow:
+            assert slow.status_code == 200
+            costs.open.set()
+            slow.read()
+        error = chunks_of(slow)[-1]["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "uniqueItems" in error["message"]
+        # Known by now: refused before the first byte.
+        again = server.post(body(UNIQUE, stream=True))
+        assert again.status_code == 400
+        assert again.json()["error"]["param"] == "response_format"
+        assert server.worker.wait_idle(30)
+
+
+def test_one_whose_grammar_is_made_takes_no_place_and_nobody_waits_behind_it() -> None:
+    made: list[Future[Enforcement]] = [Future(), Future()]
+    line_of = WaitingLine()
+    slow, left, next_one = (
+        TimedJob(i, request("x", n=n), None, lambda reply: None, constraint=wait)  # type: ignore[arg-type]
+        for i, (n, wait) in enumerate(((1, made[0]), (1, made[1]), (1, None)))
+    )
+    for job in (slow, left):
+        line_of.put(job)
+    assert line_of.patience(0.0) == inf
+    assert line_of.take(1) is None
+    line_of.put(next_one)
+    assert line_of.patience(0.0) == 0.0
+    assert line_of.take(1) is next_one
+    left.cancel()
+    assert made[1].cancelled()
+    assert line_of.take(1) is None
+    assert line_of.patience(0.0) == 0.0
+    assert line_of.take_gone(0.0) == [left]
+    slow.deadline = 5.0
+    assert line_of.patience(2.0) == 3.0
+    made[0].set_exception(SchemaError("wrong"))
+    assert line_of.patience(2.0) == 0.0
+    assert line_of.take(1) is slow
+
+
+@pytest.mark.parametrize("way", ["made", "wrong", "broken", "left", "overdue", "stopped"])
+def test_a_worker_sleeps_while_a_grammar_is_made(way: str) -> None:
+    worker = timed_worker(line("{", "}"), line("{", "}"), request_timeout=60)
+    asleep, wait = threading.Event(), worker._clock.wait
+
+    def sleeping(condition: threading.Condition, seconds: float) -> None:
+        asleep.set()
+        wait(condition, seconds)
+
+    worker._clock.wait = sleeping  # type: ignore[method-assign]
+    worker.start()
+    constraint: Future[Enforcement] = Future()
+    asked_for = request("hi")
+    replied: queue.Queue[Reply] = queue.Queue()
+    job = worker.submit(asked_for, worker.prompts.prompt(asked_for), replied.put, constraint=constraint)
+    # Another one passes; behind it the worker sleeps until something changes, and sleeps again if that is nothing.
+    run(worker, [request("other")], start=False)
+    look_until(lambda: not worker.status()["running"])
+    asleep.clear()
+    worker._look_again(None)
+    assert asleep.wait(30)
+    assert worker.status()["waiting"] == 1
+    assert not worker.wait_idle(0)
+    if way == "made":
+        constraint.set_result(Enforcement(worker.prompts._grammars.prepare(), None, AnswerRules()))
+        assert isinstance(last(replied), Done)
+    elif way == "wrong":
+        constraint.set_exception(SchemaError("nothing fits"))
+        reply = last(replied)
+        assert reply == Failed(400, "nothing fits")
+        assert isinstance(reply, Failed)
+        assert isinstance(reply.fault, SchemaError)
+    elif way == "broken":
+        constraint.set_exception(RuntimeError("a defect"))
+        assert last(replied) == Failed(500, "a defect")
+    elif way == "left":
+        job.cancel()
+        assert constraint.cancelled()
+    elif way == "overdue":
+        move(worker, 60)
+        reply = last(replied)
+        assert isinstance(reply, Failed)
+        assert (reply.status, reply.retry) == (503, True)
+    if way == "stopped":
+        assert worker.stop(10)
+        assert last(replied) == Failed(503, "server shutting down")
+        return
+    assert worker.wait_idle(30)
+    assert worker.status() == {"waiting": 0, "running": 0, "sessions": len(worker.sessions())}
+    assert worker.stop(10)
 
 
 def test_plain_requests_do_not_wait_for_any_number_of_compilations(costs: Costs) -> None:

@@ -166,10 +166,10 @@ def test_clients_that_leave_and_requests_that_are_refused_or_late() -> None:
     worker = timed_worker(
         line("on", then="repeat", step_ms=1), wait=gate, request_timeout=60, max_queue=2, max_sessions=1
     )
-    running = worker.submit(request("a"), worker.prompts.build(request("a")), lambda reply: None)
+    running = worker.submit(request("a"), worker.prompts.prompt(request("a")), lambda reply: None)
     worker.start()
     assert gate.reached.wait(30)
-    waiting = worker.submit(request("b"), worker.prompts.build(request("b")), lambda reply: None)
+    waiting = worker.submit(request("b"), worker.prompts.prompt(request("b")), lambda reply: None)
     (late,) = replies_to(worker, request("c"))
     with pytest.raises(QueueFullError):
         replies_to(worker, request("d"))

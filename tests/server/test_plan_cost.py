@@ -107,7 +107,7 @@ class Talk:
 
     def prompt(self, messages: Iterable[Message]) -> Prompt:
         """The prompt of a request."""
-        return self.prompts.build(ChatRequest("m", tuple(messages), TOOLS))
+        return self.prompts.prompt(ChatRequest("m", tuple(messages), TOOLS))
 
     def plan(self, wanted: Prompt, slots: list[Slot], context: int = CONTEXT) -> Plan:
         """Where it continues."""

@@ -36,7 +36,7 @@ def known() -> ReplayMemory:
 
 def test_known_calls_are_written_as_they_were_sampled() -> None:
     called = Message(content="t", tool_calls=CALLS)
-    made = builder(known()).build(request(called))
+    made = builder(known()).prompt(request(called))
     assert f"</think>t{BLOCK}<｜end▁of▁sentence｜>" in made.text
     assert made.messages == (ASKED, replace(called, raw_dsml=BLOCK))
     assert dict(made.replay) == {"memory": 1}
@@ -47,7 +47,7 @@ def test_known_calls_are_written_as_they_were_sampled() -> None:
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', "no json"])
 def test_edited_calls_are_written_anew(arguments: str) -> None:
     called = Message(tool_calls=(replace(CALLS[0], arguments=arguments),))
-    made = builder(known()).build(request(called))
+    made = builder(known()).prompt(request(called))
     assert BLOCK not in made.text
     assert made.messages == (ASKED, called)
     assert dict(made.replay) == {"canonical": 1}
@@ -55,28 +55,28 @@ def test_edited_calls_are_written_anew(arguments: str) -> None:
 
 def test_without_replay_nothing_is_counted_or_put_in() -> None:
     called = Message(content="t", tool_calls=CALLS)
-    made = builder(None).build(request(called))
+    made = builder(None).prompt(request(called))
     assert BLOCK not in made.text
     assert (made.messages, dict(made.replay)) == ((ASKED, called), {})
 
 
 def test_counting_says_what_building_takes_and_takes_what_does_not_fit() -> None:
     called = request(Message(content="t", tool_calls=CALLS))
-    made = builder(known()).build(called)
+    made = builder(known()).prompt(called)
     assert builder(known()).count(called) == len(made.ids)
     with pytest.raises(ContextOverflowError):
-        builder(known(), context=len(made.ids)).build(called)
+        builder(known(), context=len(made.ids)).prompt(called)
     assert builder(known(), context=len(made.ids)).count(called) == len(made.ids)
-    assert len(builder(known(), context=len(made.ids) + 1).build(called).ids) == len(made.ids)
+    assert len(builder(known(), context=len(made.ids) + 1).prompt(called).ids) == len(made.ids)
 
 
 def test_a_raw_prompt_is_the_text_and_has_no_messages() -> None:
     raw = ChatRequest("m", (), text="a<｜User｜>b")
-    made = builder(known()).build(raw)
+    made = builder(known()).prompt(raw)
     assert str(made.text) == "<｜begin▁of▁sentence｜>a<｜User｜>b"
     assert tokenizer().user not in made.ids
     assert made.messages == ()
-    assert tokenizer().user in builder(known(), safe_client_text=False).build(raw).ids
+    assert tokenizer().user in builder(known(), safe_client_text=False).prompt(raw).ids
 
 
 @pytest.mark.parametrize("template", ["official", "ds4"])
@@ -94,11 +94,11 @@ def test_a_raw_prompt_is_the_text_and_has_no_messages() -> None:
     ],
 )
 def test_every_prompt_ends_in_an_open_turn(template: str, thinking: bool, messages: tuple[Message, ...]) -> None:
-    made = builder(None, template=template).build(ChatRequest("m", messages, thinking=thinking))
+    made = builder(None, template=template).prompt(ChatRequest("m", messages, thinking=thinking))
     assert made.ids[-2:] == [tokenizer().assistant, tokenizer().think if thinking else tokenizer().end_think]
     assert made.ids.count(tokenizer().assistant) == sum(message.role == "assistant" for message in messages) + 1
 
 
 def test_a_beginning_of_the_answer_is_continued() -> None:
-    made = builder(None).build(ChatRequest("m", (ASKED, Message(content="It is", open_end=True)), thinking=False))
+    made = builder(None).prompt(ChatRequest("m", (ASKED, Message(content="It is", open_end=True)), thinking=False))
     assert made.text.endswith("</think>It is")

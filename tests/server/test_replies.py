@@ -37,7 +37,7 @@ def ask(worker: Worker, place: Place, count: int) -> list[list[Reply]]:
     replies: list[list[Reply]] = [[] for _ in range(count)]
     for replied in replies:
         one = request("x", tokens=100)
-        worker.submit(one, worker.prompts.build(one), replied.append, place.post)
+        worker.submit(one, worker.prompts.prompt(one), replied.append, place.post)
     return replies
 
 
@@ -108,7 +108,7 @@ def test_streams_wake_the_event_loop_once_a_step(monkeypatch: pytest.MonkeyPatch
 def test_other_replies_do_not_wait_and_come_behind_what_is_held() -> None:
     worker, place = scripted_worker(line("a")), Place()
     one, two = (
-        Job(number, request("x"), worker.prompts.build(request("x")), [].append, place.post) for number in (1, 2)
+        Job(number, request("x"), worker.prompts.prompt(request("x")), [].append, place.post) for number in (1, 2)
     )
     events, failed = Events((TextDelta("a"),), ()), Failed(500, "x")
     worker._replies.hold(one, events)
@@ -135,7 +135,7 @@ def test_a_place_that_is_gone_and_a_client_that_fails_concern_nobody_else(caplog
     place = Place()
     gone = ask(worker, Gone(), 2)
     one = request("x", tokens=100_000)
-    wrong = worker.submit(one, worker.prompts.build(one), failing, place.post)
+    wrong = worker.submit(one, worker.prompts.prompt(one), failing, place.post)
     good = ask(worker, place, 2)
     ended(worker)
     assert wrong.cancelled

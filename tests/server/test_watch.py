@@ -378,7 +378,7 @@ def test_a_cancelled_prompt_is_taken_up_again_at_the_chunk_it_came_to() -> None:
     worker = timed_worker(line("x", prefill_ms_per_token=1), line("fine"), wait=gate)
     prompt = request("word " * 100)
     worker.start()
-    job = worker.submit(prompt, worker.prompts.build(prompt), lambda reply: None)
+    job = worker.submit(prompt, worker.prompts.prompt(prompt), lambda reply: None)
     assert gate.reached.wait(30)
     job.cancel()
     gate.opened.set()

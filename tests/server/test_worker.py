@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from server_harness import WEATHER, call_pieces, line, random_engine, script_backend
-from worker_harness import last, replies_to, request, run, scripted_worker
+from worker_harness import last, replies_to, request, run, scripted_worker, submitted
 
 from ds4.chat.message import Message, ToolCall
 from ds4.chat.tools import tool_schemas
@@ -173,16 +173,16 @@ def test_more_requests_than_sessions_wait_and_a_full_queue_refuses() -> None:
     worker = scripted_worker(line("x"), max_sessions=2, max_queue=3)
     prompts = [request(f"q{i}") for i in range(5)]  # two that run at once are not counted, though nobody took them yet
     for one in prompts:
-        worker.submit(one, worker.prompts.build(one), lambda reply: None)
+        submitted(worker, one, lambda reply: None)
     with pytest.raises(QueueFullError, match=r"5 requests are waiting already .--max-queue"):
-        worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
+        submitted(worker, prompts[0], lambda reply: None)
     assert worker.status() == {"waiting": 5, "running": 0, "sessions": 0}
     worker.start()
     assert worker.wait_idle(30)
     assert worker.status() == {"waiting": 0, "running": 0, "sessions": 2}
     assert worker.stop(10)
     with pytest.raises(ShuttingDownError):
-        worker.submit(prompts[0], worker.prompts.build(prompts[0]), lambda reply: None)
+        submitted(worker, prompts[0], lambda reply: None)
 
 
 def test_a_failing_step_ends_its_batch_and_nothing_else() -> None:
@@ -196,7 +196,7 @@ def test_a_failing_step_ends_its_batch_and_nothing_else() -> None:
             ended.release()
 
     for text in ("one", "two"):
-        worker.submit(request(text), worker.prompts.build(request(text)), deliver)
+        worker.submit(request(text), worker.prompts.prompt(request(text)), deliver)
     worker.start()
     assert ended.acquire(timeout=30)
     assert ended.acquire(timeout=30)
@@ -216,7 +216,7 @@ def test_a_handler_whose_loop_is_gone_is_a_client_that_left() -> None:
             raise RuntimeError("Event loop is closed")
 
     endless = request("x", tokens=100_000)
-    worker.submit(endless, worker.prompts.build(endless), lambda reply: None, gone)
+    worker.submit(endless, worker.prompts.prompt(endless), lambda reply: None, gone)
     worker.start()
     assert worker.wait_idle(30)
     assert worker.stop(10)
@@ -418,7 +418,7 @@ def test_an_answer_is_out_before_anything_that_only_helps_the_next_one(
 
     monkeypatch.setattr(worker_module, "bind_reply", binding)
     one = request("x")
-    worker.submit(one, worker.prompts.build(one), deliver)
+    submitted(worker, one, deliver)
     worker.start()
     assert worker.wait_idle(30)
     assert order == ["Done", "bind"]
@@ -448,7 +448,7 @@ def test_calls_are_remembered_before_their_ids_are_out(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(worker.replay, "put", putting)
     one = request("x", tokens=200, tools=tool_schemas([WEATHER]))
-    worker.submit(one, worker.prompts.build(one), deliver)
+    submitted(worker, one, deliver)
     worker.start()
     assert worker.wait_idle(30)
     assert order == ["put", "Done"]
@@ -463,7 +463,7 @@ def test_what_was_sampled_as_characters_comes_back_as_characters(value: str) -> 
     calls = (ToolCall("get_weather", json.dumps({"city": value}), "call_1"),)
     worker.replay.put(calls, block)
     messages = (Message(role="user", content="q"), Message(content="t", tool_calls=calls))
-    ids = worker.prompts.build(ChatRequest("m", messages, tool_schemas([WEATHER]), thinking=False)).ids
+    ids = worker.prompts.prompt(ChatRequest("m", messages, tool_schemas([WEATHER]), thinking=False)).ids
     assert block.encode() in tokens.decode(ids)
     reply = ids[ids.index(tokens.assistant) + 2 :]
     opened = [tokens.assistant, tokens.end_think]

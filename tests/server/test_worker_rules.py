@@ -24,6 +24,7 @@ from worker_harness import (
     request,
     run,
     scripted_worker,
+    submitted,
     timed_worker,
 )
 
@@ -33,7 +34,7 @@ from ds4.server import running as running_module
 from ds4.server import worker as worker_module
 from ds4.server.decode import SamplingChooser
 from ds4.server.metrics import Metrics
-from ds4.server.request import ChatRequest, Done, Events, Failed, Job, Reply
+from ds4.server.request import ChatRequest, Done, Events, Failed, Reply
 from ds4.server.running import MOST_PASSED, TimedJob, WaitingLine
 from ds4.server.slots import Slot, SlotTable
 from ds4.server.worker import Worker
@@ -50,10 +51,6 @@ def ends(replied: queue.Queue[Reply], count: int = 1) -> list[Done | Failed]:
     while len(found) < count and not (found and isinstance(found[-1], Failed)):
         found.append(last(replied))
     return found
-
-
-def submitted(worker: Worker, asked: ChatRequest, deliver: Any = lambda reply: None) -> Job:
-    return worker.submit(asked, worker.prompts.build(asked), deliver)
 
 
 # ---- nothing is lost when something fails ---------------------------------------------------------------------------

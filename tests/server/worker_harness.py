@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from server_harness import script_backend
 from ds4.chat.message import Message
 from ds4.engine import Sampling
 from ds4.server.config import ServerConfig
-from ds4.server.request import ChatRequest, Done, Failed, Reply
+from ds4.server.request import ChatRequest, Done, Failed, Job, Reply
 from ds4.server.trace import Trace
 from ds4.server.watch import Clock, StepWatch
 from ds4.server.worker import Worker
@@ -35,11 +35,17 @@ def request(*texts: str, tokens: int = 12, **options: Any) -> ChatRequest:
     )
 
 
+def submitted(worker: Worker, asked: ChatRequest, deliver: Callable[[Reply], None] = lambda reply: None) -> Job:
+    """Submit a request as the server does."""
+    prompt, constraint = worker.prompts.build(asked)
+    return worker.submit(asked, prompt, deliver, constraint=constraint)
+
+
 def run(worker: Worker, requests: Sequence[ChatRequest], start: bool = True) -> list[Done]:
     """Submit all at once and wait for all answers."""
     replies: list[queue.Queue[Reply]] = [queue.Queue() for _ in requests]
     for one, replied in zip(requests, replies, strict=True):
-        worker.submit(one, worker.prompts.build(one), replied.put)
+        submitted(worker, one, replied.put)
     if start:
         worker.start()
     answers = []
@@ -60,7 +66,7 @@ def replies_to(worker: Worker, *requests: ChatRequest) -> list[queue.Queue[Reply
     """Submit requests; their replies."""
     replies: list[queue.Queue[Reply]] = [queue.Queue() for _ in requests]
     for one, replied in zip(requests, replies, strict=True):
-        worker.submit(one, worker.prompts.build(one), replied.put)
+        submitted(worker, one, replied.put)
     return replies
 
 
@@ -121,3 +127,5 @@ def move(worker: Worker, seconds: float) -> None:
     """Move the time of a worker on."""
     assert isinstance(worker._clock, TestClock)
     worker._clock.move(worker._watch, seconds)
+    with worker._changed:
+        worker._changed.notify_all()

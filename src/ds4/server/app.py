@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -29,7 +27,7 @@ from ds4.server.edges import Edges, error_body
 from ds4.server.errors import ApiError, from_request_error
 from ds4.server.exchange import EventStream, Exchange
 from ds4.server.live import LiveSession
-from ds4.server.request import Failed, Prompt
+from ds4.server.request import Failed
 from ds4.server.worker import Worker
 
 _LONG_BODY = 256 << 10
@@ -144,8 +142,8 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
         # Many requests at once wait for their prompts as well.
         latest = asyncio.get_running_loop().time() + config.first_byte_seconds
         try:
-            prompt = await _prompt(request, worker, ask, latest)
-            exchange = Exchange(request, worker, ask.request, prompt)
+            prompt, constraint = await asyncio.to_thread(worker.prompts.build, ask.request)
+            exchange = Exchange(request, worker, ask.request, prompt, constraint)
         except RequestError as error:
             if isinstance(error, GrammarsBusyError):
                 worker.metrics.refused()
@@ -155,7 +153,7 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             if ask.stream:
                 first = await exchange.first(latest)
                 if first and isinstance(first[-1], Failed):
-                    raise _failure(first[-1])
+                    raise _failure(first[-1], api)
                 return EventStream(exchange, writer, first, config.keep_alive_seconds)
             end = await exchange.end()
         except BaseException:
@@ -163,54 +161,16 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             raise
         exchange.close()
         if isinstance(end, Failed):
-            raise _failure(end)
+            raise _failure(end, api)
         return JsonResponse(writer.whole(end), headers={"x-request-id": str(exchange.job.number)})
 
     return answer
 
 
-def _failure(reply: Failed) -> ApiError:
+def _failure(reply: Failed, api: Api) -> ApiError:
+    if reply.fault is not None:
+        return _wire_error(reply.fault, api)
     return ApiError(reply.status, reply.message, retry=reply.retry)
-
-
-async def _prompt(request: Request, worker: Worker, ask: Ask, latest: float) -> Prompt:
-    """The prompt of a request, with what its answer has to follow. A stream waits for that until a loop's time.
-
-    Raises:
-        RequestError: as `PromptBuilder.build`.
-        GrammarsBusyError: it takes too long, and goes on, so that the request may succeed later.
-        ClientGoneError: the client left while its grammar waited; it is not made then, unless others want it.
-    """
-    prompt, made = await asyncio.to_thread(worker.prompts.begin, ask.request)
-    if made is None:
-        return prompt
-    if made.done():
-        return replace(prompt, constraint=made.result())
-    loop = asyncio.get_running_loop()
-    constraint = asyncio.wrap_future(made)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        timeout = max(0.0, latest - loop.time()) if ask.stream else None
-        either: set[asyncio.Future[Any]] = {constraint, gone}
-        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        made.cancel()
-        raise
-    finally:
-        gone.cancel()
-    if constraint.done():
-        return replace(prompt, constraint=constraint.result())
-    if gone.done():
-        constraint.cancel()
-        raise ClientGoneError
-    # Nobody asks for its outcome any more.
-    constraint.add_done_callback(lambda done: done.cancelled() or done.exception())
-    raise GrammarsBusyError("the schema of this request is still being prepared; try again later")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _wire_error(error: RequestError, api: Api) -> ApiError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from ds4.server.api.base import Answer
 from ds4.server.bodies import ClientGoneError
+from ds4.server.constraints import Enforcement
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply
 from ds4.server.worker import Worker
 
@@ -32,7 +34,13 @@ class Exchange:
     """
 
     def __init__(
-        self, request: Request, worker: Worker, chat: ChatRequest, prompt: Prompt, stall_seconds: float = 60.0
+        self,
+        request: Request,
+        worker: Worker,
+        chat: ChatRequest,
+        prompt: Prompt,
+        constraint: Future[Enforcement] | None = None,
+        stall_seconds: float = 60.0,
     ) -> None:
         """Submits the request. Raises as `Worker.submit`."""
         self._loop = loop = asyncio.get_running_loop()
@@ -44,9 +52,11 @@ class Exchange:
         self._behind_since: float | None = None
         self._stalled = False
         try:
-            self.job: Job = worker.submit(chat, prompt, self._put, loop.call_soon_threadsafe)
+            self.job: Job = worker.submit(chat, prompt, self._put, loop.call_soon_threadsafe, constraint)
         except BaseException:
             self._gone.cancel()
+            if constraint is not None:
+                constraint.cancel()
             raise
 
     def _put(self, reply: Reply) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from ds4.chat.effort import resolve
@@ -43,16 +42,8 @@ class PromptBuilder:
         """Tokens of rendered text; special strings in clients' text count only if the server was told so."""
         return self._encoder.encode(self._trusted(text))
 
-    def build(self, request: ChatRequest) -> Prompt:
-        """The prompt of a request, and what its answer has to follow.
-
-        Waits for the grammar. Raises as `begin`, and SchemaError.
-        """
-        prompt, constraint = self.begin(request)
-        return prompt if constraint is None else replace(prompt, constraint=constraint.result())
-
-    def begin(self, request: ChatRequest) -> tuple[Prompt, Future[Enforcement] | None]:
-        """The prompt of a request, without its constraint, and that one, if there are rules.
+    def build(self, request: ChatRequest) -> tuple[Prompt, Future[Enforcement] | None]:
+        """The prompt of a request, and what its answer has to follow, if there are rules (as `Grammars.submit`).
 
         Raises RequestError: ContextOverflowError if it does not fit, and as `Grammars.submit`.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ds4.errors import RequestError
 from ds4.server.config import ServerConfig
 from ds4.server.metrics import Metrics
 from ds4.server.request import Events, Failed, Job, Post, Reply
@@ -52,20 +53,26 @@ class Replies:
                 for job, _ in replies:
                     job.cancel()
 
-    def fail(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
+    def fail(self, job: TimedJob, reply: Failed, outcome: str = "failed") -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
         if job.closed:
             return
         job.closed = True
         self.ended(job, outcome)
-        self.deliver(job, Failed(status, message, retry))
+        self.deliver(job, reply)
         if job.request.n > 1:
             job.cancel()
+
+    def fault(self, job: TimedJob, error: RequestError) -> None:
+        """The failure of a request that holds nothing, by what is wrong with itself."""
+        log.info("request %d finish=error %s", job.number, error)
+        self._trace.write(job.number, "error", message=str(error))
+        self.fail(job, Failed(400, str(error), fault=error))
 
     def refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
         """The failure of a request that holds nothing."""
         self._trace.write(job.number, "error", message=message)
-        self.fail(job, status, message, outcome, retry)
+        self.fail(job, Failed(status, message, retry), outcome)
 
     def ended(self, job: TimedJob, outcome: str) -> None:
         """Count how a request ended as a whole, if it had not ended yet."""

@@ -12,7 +12,7 @@ from ds4.chat.rendered import Rendered
 from ds4.chat.tools import ToolSchema
 from ds4.engine.sampling import Sampling
 from ds4.errors import RequestError
-from ds4.server.constraints import AnswerRules, Enforcement, Schema
+from ds4.server.constraints import AnswerRules, Schema
 from ds4.server.logprobs import TokenLogprob
 
 
@@ -104,7 +104,6 @@ class Prompt:
         key: its key bytes (see `Tokenizer.key_bytes`).
         messages: what was rendered, with the sampled bytes of known calls; empty for a raw prompt.
         replay: how the assistant messages with calls were written (see `ReplayMemory.attach`): how many in each way.
-        constraint: what enforces the rules that the answer has to follow; None: there are none.
     """
 
     text: Rendered
@@ -112,7 +111,6 @@ class Prompt:
     key: bytes
     messages: tuple[Message, ...] = ()
     replay: Mapping[str, int] = field(default_factory=dict)
-    constraint: Enforcement | None = None
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,13 @@ class Failed:
         status: HTTP status, where it can still be sent.
         message: for the client.
         retry: whether the same request may succeed later.
+        fault: what is wrong with the request, if that is why.
     """
 
     status: int
     message: str
     retry: bool = True
+    fault: RequestError | None = field(default=None, compare=False)
 
 
 Reply = Admitted | Events | Done | Failed

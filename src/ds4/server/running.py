@@ -17,6 +17,7 @@ from ds4.engine import FREE_TRUNCATION, Engine, SampleRow
 from ds4.engine.sampling import Choice
 from ds4.engine.session import Prefill
 from ds4.server.config import ServerConfig
+from ds4.server.constraints import Enforcement
 from ds4.server.continuation import Plan, loses_reasoning
 from ds4.server.decode import Chooser, Ending, Generation
 from ds4.server.logprobs import TokenLogprob
@@ -48,6 +49,7 @@ class TimedJob(Job):
     Attributes:
         arrived, first_token, deadline: when it was submitted, when its first token was there, and when it has taken
             too long, on the worker's clock.
+        constraint: what enforces the rules that its answer has to follow, once their grammar is made; None: no rules.
         ended, usage: how many of its answers have ended well, and their tokens.
         outcome: how it ended as a whole; what happens to answers that are left does not change that.
         closed: its last reply is out.
@@ -56,10 +58,22 @@ class TimedJob(Job):
     arrived: float = 0.0
     first_token: float | None = None
     deadline: float = inf
+    constraint: Future[Enforcement] | None = None
     ended: int = 0
     usage: Usage = Usage()  # noqa: RUF009  (frozen)
     outcome: str | None = None
     closed: bool = False
+
+    def cancel(self) -> None:
+        """As `Job.cancel`; nor is its grammar made any more, unless others want it."""
+        super().cancel()
+        if self.constraint is not None:
+            self.constraint.cancel()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be admitted: its grammar is there, or its error."""
+        return self.constraint is None or (self.constraint.done() and not self.constraint.cancelled())
 
     def end(self, usage: Usage) -> int:
         """One more answer has ended with these tokens; returns how many are left."""
@@ -83,7 +97,7 @@ class WaitingLine:
     """The requests that wait for places, in the order in which they came. Whoever changes it holds the lock for it.
 
     The first one is admitted for which enough places are free. Who needs more of them is passed by later ones, but by
-    MOST_PASSED at most: from then on all wait until it has its places.
+    MOST_PASSED at most: from then on all wait until it has its places. Nobody waits for another one's grammar.
     """
 
     def __init__(self) -> None:
@@ -103,6 +117,8 @@ class WaitingLine:
         """Take out the one that is admitted to some of these places, if any is."""
         ahead: list[TimedJob] = []
         for job, passed in self._passed.items() if free > 0 else ():
+            if not job.ready:
+                continue
             if job.request.n <= free:
                 del self._passed[job]
                 self._passed.update({other: self._passed[other] + 1 for other in ahead})
@@ -111,6 +127,11 @@ class WaitingLine:
                 return None
             ahead.append(job)
         return None
+
+    def patience(self, now: float) -> float:
+        """Seconds until something can be done for one of them, if nobody changes anything."""
+        due = (now if job.ready or job.cancelled else job.deadline for job in self._passed)
+        return max(0.0, min(due, default=inf) - now)
 
     def take_gone(self, now: float) -> list[TimedJob]:
         """Take out those whose clients left, or that have waited too long."""
@@ -272,7 +293,7 @@ class Running:
             think_recovery=config.think_recovery,
             trace=trace,
             first=self.first,
-            constraint=self.job.prompt.constraint,
+            constraint=self.job.constraint.result() if self.job.constraint else None,
             index=self.index,
         )
 

@@ -19,7 +19,7 @@ class Clock:
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
         """Wait until the condition is notified, or for some seconds."""
-        condition.wait(seconds)
+        condition.wait(min(seconds, threading.TIMEOUT_MAX))
 
 
 class StepLostError(BaseException):

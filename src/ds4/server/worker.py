@@ -19,7 +19,7 @@ from ds4.engine import Session
 from ds4.errors import Ds4Error, RequestError
 from ds4.server.backend import Backend
 from ds4.server.config import ServerConfig
-from ds4.server.constraints import SchemaError
+from ds4.server.constraints import Enforcement, SchemaError
 from ds4.server.continuation import Plan, bind_reply, plan
 from ds4.server.decode import Ending, Generation
 from ds4.server.disk import open_disk
@@ -34,6 +34,7 @@ from ds4.server.request import (
     ChatRequest,
     Done,
     Events,
+    Failed,
     Job,
     Post,
     Prompt,
@@ -113,11 +114,16 @@ class Worker:
             threading.Thread(target=self._replace_stuck_threads, name="ds4-watch", daemon=True).start()
 
     def submit(
-        self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Reply], None], post: Post = post_here
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        deliver: Callable[[Reply], None],
+        post: Post = post_here,
+        constraint: Future[Enforcement] | None = None,
     ) -> Job:
         """Queue a request; its replies go to `deliver`, the last one is Done or Failed (none after a cancellation).
 
-        `post` calls that where it has to be called (see `Job`).
+        `post` calls that where it has to be called (see `Job`). The request alone waits for its `constraint`.
 
         Raises:
             QueueFullError, ShuttingDownError: the request is not taken.
@@ -127,11 +133,19 @@ class Worker:
             self._count += 1
             now = self._clock.now()
             limit = self.config.request_timeout or inf
-            job = TimedJob(self._count, request, prompt, deliver, post, arrived=now, deadline=now + limit)
+            job = TimedJob(
+                self._count, request, prompt, deliver, post, arrived=now, deadline=now + limit, constraint=constraint
+            )
             self._waiting.put(job)
             self._idle = False
             self._changed.notify_all()
+        if constraint is not None:
+            constraint.add_done_callback(self._look_again)
         return job
+
+    def _look_again(self, done: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _check_takes(self) -> None:
         error: RequestError | None = None
@@ -290,10 +304,13 @@ class Worker:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._waiting or self._questions or self._prefilling or self._decoding or self._stopping):
-                self._idle = True
+            while not (self._questions or self._prefilling or self._decoding or self._stopping):
+                patience = self._waiting.patience(self._clock.now())
+                if not patience:
+                    break
+                self._idle = not self._waiting
                 self._changed.notify_all()
-                self._changed.wait()
+                self._clock.wait(self._changed, patience)
             return not self._stopping
 
     def _take_waiting(self) -> list[TimedJob]:
@@ -318,6 +335,8 @@ class Worker:
         while (job := self._next()) is not None:
             try:
                 self._start(job)
+            except SchemaError as error:
+                self._replies.fault(job, error)
             except Exception as error:
                 log.exception("request %d could not be started", job.number)
                 self._replies.refuse(job, 500, text_of(error))
@@ -357,6 +376,8 @@ class Worker:
                 self._replies.refuse(running.job, late.status, late.message, "overdue", late.retry)
 
     def _start(self, job: TimedJob) -> None:
+        if job.constraint is not None:
+            job.constraint.result()  # or its error, before anything is done
         again = partial(self._plan, job.request, job.prompt)
         chosen = self.disk.restore(job, again(), self._slots, again)
         slot = self._slots.take(chosen.slot, chosen.whole or bool(chosen.disk))
@@ -455,10 +476,9 @@ class Worker:
                 else:
                     stepping.append((running, generation))
             except SchemaError as error:
-                # The request's own fault; its state is as good as before.
-                log.info("request %d finish=error %s", running.job.number, error)
+                # Its state is as good as before.
                 self._release(running)
-                self._replies.refuse(running.job, 400, str(error))
+                self._replies.fault(running.job, error)
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
                 self._fail(running, 500, text_of(error))
@@ -569,7 +589,7 @@ class Worker:
             self._slots.drop(running.slot)
             self.metrics.evicted("failed")
         finally:
-            self._replies.fail(running.job, status, message)
+            self._replies.fail(running.job, Failed(status, message))
 
     def _release(self, running: Running) -> None:
         if running in self._prefilling:

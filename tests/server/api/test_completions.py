@@ -41,7 +41,7 @@ def read(body: dict[str, Any], **options: Any) -> ChatRequest:
 def prompt_of(body: dict[str, Any], **options: Any) -> str:
     """The prompt that a body makes."""
     builder = PromptBuilder(tokenizer(), ServerConfig(**options), 1000, None)
-    return str(builder.build(read(body, **options)).text)
+    return str(builder.prompt(read(body, **options)).text)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_raw_prompt_is_plain_text_unless_clients_may_write_special_tokens() ->
     for safe in (True, False):
         config = ServerConfig(safe_client_text=safe, raw_completions=True)
         request = read({"prompt": "a<think>"}, raw_completions=True)
-        ids = PromptBuilder(tokenizer(), config, 1000, None).build(request).ids
+        ids = PromptBuilder(tokenizer(), config, 1000, None).prompt(request).ids
         assert ids[0] == tokenizer().bos
         assert (think in ids) == (not safe)
 
