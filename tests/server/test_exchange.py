@@ -13,6 +13,7 @@ from starlette.requests import Request
 from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
 from ds4.server.bodies import ClientGoneError
+from ds4.server.errors import ApiError
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
 from ds4.server.request import (
     Admitted,
@@ -173,8 +174,8 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
         def done(self, reply: Done) -> bytes:
             return b"done"
 
-        def failed(self, reply: Failed) -> bytes:
-            return reply.message.encode()
+        def failed(self, error: ApiError) -> bytes:
+            return error.message.encode()
 
         def whole(self, reply: Done) -> dict[str, Any]:
             return {}
@@ -188,7 +189,10 @@ def test_a_stream_whose_client_does_not_read_ends_in_an_error() -> None:
             if message.get("body") == b"event":
                 await reads.wait()
 
-        stream = asyncio.create_task(EventStream(exchange, Frames(), [Admitted(Usage())], 10.0)({}, None, send))
+        answer = EventStream(
+            exchange, Frames(), [Admitted(Usage())], 10.0, lambda reply: ApiError(reply.status, reply.message)
+        )
+        stream = asyncio.create_task(answer({}, None, send))
         await write(1)
         while b"event" not in sent:
             await asyncio.sleep(0)

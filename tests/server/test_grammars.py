@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_harness import Running, line, scripted
-from worker_harness import last, look_until, move, request, run, timed_worker
+from worker_harness import Gate, last, look_until, move, request, run, timed_worker
 
 from ds4.errors import RequestError
 from ds4.server.constraints import AnswerRules, Enforcement, Grammars, GrammarsBusyError, SchemaError, grammar, grammars
@@ -325,18 +325,37 @@ def test_a_schema_that_proves_wrong_ends_the_stream_that_waits_for_it(costs: Cos
     with scripted(JSON, first_byte_seconds=0.02, keep_alive_seconds=0.02) as server:
         costs.open.clear()
         url = server.url + "/v1/chat/completions"
-        with httpx.stream("POST", url, json=body(UNIQUE, stream=True), timeout=60, trust_env=False) as slow:
+        with httpx.stream("POST", url, json=body(EMPTY, stream=True), timeout=60, trust_env=False) as slow:
             assert slow.status_code == 200
             costs.open.set()
             slow.read()
         error = chunks_of(slow)[-1]["error"]
         assert error["type"] == "invalid_request_error"
-        assert "uniqueItems" in error["message"]
+        assert error["param"] == "response_format"
+        assert "cannot be enforced" in error["message"]
         # Known by now: refused before the first byte.
-        again = server.post(body(UNIQUE, stream=True))
+        again = server.post(body(EMPTY, stream=True))
         assert again.status_code == 400
         assert again.json()["error"]["param"] == "response_format"
         assert server.worker.wait_idle(30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_schema_is_refused_at_once_while_all_places_are_taken(stream: bool, costs: Costs) -> None:
+    gate = Gate()
+    with scripted(line("on", then="repeat", step_ms=1), wait=gate, max_sessions=1) as server:
+        endless = threading.Thread(target=lambda: server.post({"messages": HELLO, "max_tokens": 3}))
+        endless.start()
+        assert gate.reached.wait(30)  # the worker is in a step, and does not come back
+        refused = server.post(body(EMPTY, stream=stream))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_format"
+        # As before it waited: neither the engine's failure nor anybody's leaving.
+        assert not any(server.worker.metrics.stats()["requests"].values())
+        gate.opened.set()
+        endless.join(30)
+        assert server.worker.wait_idle(30)
+    assert costs.compiled
 
 
 def test_one_whose_grammar_is_made_takes_no_place_and_nobody_waits_behind_it() -> None:
@@ -361,8 +380,9 @@ def test_one_whose_grammar_is_made_takes_no_place_and_nobody_waits_behind_it() -
     slow.deadline = 5.0
     assert line_of.patience(2.0) == 3.0
     made[0].set_exception(SchemaError("wrong"))
-    assert line_of.patience(2.0) == 0.0
-    assert line_of.take(1) is slow
+    assert line_of.take(1) is None
+    assert line_of.leave(slow)
+    assert not line_of.leave(slow)
 
 
 @pytest.mark.parametrize("way", ["made", "wrong", "broken", "left", "overdue", "stopped"])
@@ -384,7 +404,7 @@ def test_a_worker_sleeps_while_a_grammar_is_made(way: str) -> None:
     run(worker, [request("other")], start=False)
     look_until(lambda: not worker.status()["running"])
     asleep.clear()
-    worker._look_again(None)
+    move(worker, 0)
     assert asleep.wait(30)
     assert worker.status()["waiting"] == 1
     assert not worker.wait_idle(0)
@@ -398,8 +418,8 @@ def test_a_worker_sleeps_while_a_grammar_is_made(way: str) -> None:
         assert isinstance(reply, Failed)
         assert isinstance(reply.fault, SchemaError)
     elif way == "broken":
-        constraint.set_exception(RuntimeError("a defect"))
-        assert last(replied) == Failed(500, "a defect")
+        constraint.set_exception(KeyboardInterrupt("no error that anybody expects"))
+        assert last(replied) == Failed(500, "no error that anybody expects")
     elif way == "left":
         job.cancel()
         assert constraint.cancelled()

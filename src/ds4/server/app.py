@@ -137,6 +137,11 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
     """What answers the POSTs of one API."""
     config = context.config
 
+    def failure(reply: Failed) -> ApiError:
+        if reply.fault is not None:
+            return _wire_error(reply.fault, api)
+        return ApiError(reply.status, reply.message, retry=reply.retry)
+
     async def answer(request: Request) -> Response:
         ask = await read_ask(request, api, context)
         # Many requests at once wait for their prompts as well.
@@ -153,24 +158,18 @@ def _endpoint(api: Api, worker: Worker, context: ApiContext) -> Callable[[Reques
             if ask.stream:
                 first = await exchange.first(latest)
                 if first and isinstance(first[-1], Failed):
-                    raise _failure(first[-1], api)
-                return EventStream(exchange, writer, first, config.keep_alive_seconds)
+                    raise failure(first[-1])
+                return EventStream(exchange, writer, first, config.keep_alive_seconds, failure)
             end = await exchange.end()
         except BaseException:
             exchange.close()
             raise
         exchange.close()
         if isinstance(end, Failed):
-            raise _failure(end, api)
+            raise failure(end)
         return JsonResponse(writer.whole(end), headers={"x-request-id": str(exchange.job.number)})
 
     return answer
-
-
-def _failure(reply: Failed, api: Api) -> ApiError:
-    if reply.fault is not None:
-        return _wire_error(reply.fault, api)
-    return ApiError(reply.status, reply.message, retry=reply.retry)
 
 
 def _wire_error(error: RequestError, api: Api) -> ApiError:

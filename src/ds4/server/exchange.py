@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ds4.server.api.base import Answer
 from ds4.server.bodies import ClientGoneError
 from ds4.server.constraints import Enforcement
+from ds4.server.errors import ApiError
 from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Job, Prompt, Reply
 from ds4.server.worker import Worker
 
@@ -146,9 +147,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, answer: Answer, first: Sequence[Reply], keep_alive: float) -> None:
-        """`first`: the replies that were taken already."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        first: Sequence[Reply],
+        keep_alive: float,
+        told: Callable[[Failed], ApiError],
+    ) -> None:
+        """`first`: the replies that were taken already; `told`: what the API calls a failure."""
         super().__init__()
+        self._told = told
         self._exchange, self._answer, self._first, self._silence = exchange, answer, deque(first), keep_alive
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -191,7 +200,7 @@ class EventStream(Response):
                 if not reply.left or reply.reason == "error":
                     return await write(frames)
             elif isinstance(reply, Failed):
-                return await write(answer.failed(reply))
+                return await write(answer.failed(self._told(reply)))
             elif loop.time() - quiet_since >= self._silence:
                 frames = answer.keep_alive
             if frames:

@@ -46,12 +46,7 @@ class Replies:
         for job, reply in held:
             places.setdefault(job.post, []).append((job, reply))
         for post, replies in places.items():
-            try:
-                post(_deliver, replies)
-            except RuntimeError:
-                # The handlers' event loop is gone, and with it the clients.
-                for job, _ in replies:
-                    job.cancel()
+            _post(post, replies)
 
     def fail(self, job: TimedJob, reply: Failed, outcome: str = "failed") -> None:
         """Once for all answers to a request; those that are still being written end with the next step."""
@@ -69,6 +64,22 @@ class Replies:
         self._trace.write(job.number, "error", message=str(error))
         self.fail(job, Failed(400, str(error), fault=error))
 
+    def reject(self, job: TimedJob) -> None:
+        """The failure of a request that was never admitted, as its rules cannot be enforced. From any thread.
+
+        What is wrong with the request itself is not counted, as with those that are refused before they wait.
+        """
+        error = job.fault
+        if isinstance(error, RequestError):
+            reply = Failed(400, str(error), fault=error)
+        else:
+            log.error("request %d failed", job.number, exc_info=error)
+            reply = Failed(500, text_of(error) if error else DEFECT)
+            self.ended(job, "failed")
+        self._trace.write(job.number, "error", message=reply.message)
+        job.closed = True
+        _post(job.post, [(job, reply)])
+
     def refuse(self, job: TimedJob, status: int, message: str, outcome: str = "failed", retry: bool = True) -> None:
         """The failure of a request that holds nothing."""
         self._trace.write(job.number, "error", message=message)
@@ -80,6 +91,15 @@ class Replies:
             self._metrics.ended(outcome, self._clock.now() - job.arrived)
 
 
+def _post(post: Post, replies: Sequence[tuple[Job, Reply]]) -> None:
+    try:
+        post(_deliver, replies)
+    except RuntimeError:
+        # The handlers' event loop is gone, and with it the clients.
+        for job, _ in replies:
+            job.cancel()
+
+
 def _deliver(replies: Sequence[tuple[Job, Reply]]) -> None:
     for job, reply in replies:
         try:
@@ -89,7 +109,7 @@ def _deliver(replies: Sequence[tuple[Job, Reply]]) -> None:
             job.cancel()
 
 
-def text_of(error: Exception) -> str:
+def text_of(error: BaseException) -> str:
     """What a client is told of an error."""
     return str(error) or type(error).__name__
 

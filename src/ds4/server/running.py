@@ -72,8 +72,15 @@ class TimedJob(Job):
 
     @property
     def ready(self) -> bool:
-        """Whether it may be admitted: its grammar is there, or its error."""
-        return self.constraint is None or (self.constraint.done() and not self.constraint.cancelled())
+        """Whether it may be admitted: it waits for no grammar."""
+        made = self.constraint
+        return made is None or (made.done() and not made.cancelled() and made.exception() is None)
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Why its grammar cannot be made, once that is known."""
+        made = self.constraint
+        return made.exception() if made is not None and made.done() and not made.cancelled() else None
 
     def end(self, usage: Usage) -> int:
         """One more answer has ended with these tokens; returns how many are left."""
@@ -132,6 +139,10 @@ class WaitingLine:
         """Seconds until something can be done for one of them, if nobody changes anything."""
         due = (now if job.ready or job.cancelled else job.deadline for job in self._passed)
         return max(0.0, min(due, default=inf) - now)
+
+    def leave(self, job: TimedJob) -> bool:
+        """Take out this one; False if it does not wait."""
+        return self._passed.pop(job, None) is not None
 
     def take_gone(self, now: float) -> list[TimedJob]:
         """Take out those whose clients left, or that have waited too long."""

@@ -140,12 +140,16 @@ class Worker:
             self._idle = False
             self._changed.notify_all()
         if constraint is not None:
-            constraint.add_done_callback(self._look_again)
+            constraint.add_done_callback(lambda done: self._made(job))
         return job
 
-    def _look_again(self, done: object) -> None:
+    def _made(self, job: TimedJob) -> None:
+        """What a job waited for is there, or an error, which waits neither for a place nor for a step."""
         with self._changed:
+            rejected = job.fault is not None and self._waiting.leave(job)
             self._changed.notify_all()
+        if rejected:
+            self._replies.reject(job)
 
     def _check_takes(self) -> None:
         error: RequestError | None = None
@@ -335,8 +339,6 @@ class Worker:
         while (job := self._next()) is not None:
             try:
                 self._start(job)
-            except SchemaError as error:
-                self._replies.fault(job, error)
             except Exception as error:
                 log.exception("request %d could not be started", job.number)
                 self._replies.refuse(job, 500, text_of(error))
@@ -376,8 +378,6 @@ class Worker:
                 self._replies.refuse(running.job, late.status, late.message, "overdue", late.retry)
 
     def _start(self, job: TimedJob) -> None:
-        if job.constraint is not None:
-            job.constraint.result()  # or its error, before anything is done
         again = partial(self._plan, job.request, job.prompt)
         chosen = self.disk.restore(job, again(), self._slots, again)
         slot = self._slots.take(chosen.slot, chosen.whole or bool(chosen.disk))

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from ds4.server.config import ServerConfig
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed
+from ds4.server.errors import ApiError
+from ds4.server.request import Admitted, ChatRequest, Done, Events
 from ds4.server.turns import TurnMemory
 
 
@@ -55,7 +56,7 @@ class Answer(Protocol):
         """The frames of the end; of several answers each has one."""
         ...
 
-    def failed(self, reply: Failed) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """The frames of a failure after the first byte."""
         ...
 

@@ -29,7 +29,7 @@ from ds4.server.bodies import frame
 from ds4.server.constraints import strict_names
 from ds4.server.errors import ApiError
 from ds4.server.logprobs import TokenLogprob
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Usage
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -227,9 +227,9 @@ class ChatAnswer:
             frames += self._frame({"choices": [], "usage": usage_object(reply.usage)})
         return frames + b"data: [DONE]\n\n"
 
-    def failed(self, reply: Failed) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """An error event; nothing follows it."""
-        return frame(ApiError(reply.status, reply.message).openai())
+        return frame(error.openai())
 
     def _chunk(
         self, index: int, delta: Mapping[str, Any], finish: str | None = None, tokens: Sequence[TokenLogprob] = ()

@@ -14,7 +14,7 @@ from ds4.errors import Ds4Error, RequestError
 from ds4.server.api.chat_types import OpenAIRequest, ThinkingOption
 from ds4.server.config import ServerConfig
 from ds4.server.errors import ApiError
-from ds4.server.request import Done, Failed
+from ds4.server.request import Done
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -59,10 +59,10 @@ def refuse(field: str, why: str, param: str | None = None) -> ApiError:
     return ApiError(400, f"{field} is not supported: {why}", param=param or field, code="unsupported_parameter")
 
 
-def malformed(reply: Done) -> Failed:
+def malformed(reply: Done) -> ApiError:
     """The failure of a stream whose calls cannot be read; what it sent of them is closed."""
     problem = "; ".join(reply.message.problems) or "the tool call could not be read"
-    return Failed(500, f"the model wrote a malformed tool call: {problem}")
+    return ApiError(500, f"the model wrote a malformed tool call: {problem}")
 
 
 def thinking_of(

@@ -16,7 +16,7 @@ from ds4.server.api.token_logprobs import CompletionLogprobs, check_top
 from ds4.server.bodies import frame
 from ds4.server.errors import ApiError
 from ds4.server.logprobs import TokenLogprob
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed
+from ds4.server.request import Admitted, ChatRequest, Done, Events
 
 _SYSTEM = "You are a helpful assistant"
 
@@ -131,9 +131,9 @@ class CompletionAnswer:
             frames += frame({**self._base, "choices": [], "usage": usage_object(reply.usage)})
         return frames + b"data: [DONE]\n\n"
 
-    def failed(self, reply: Failed) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """An error event; nothing follows it."""
-        return frame(ApiError(reply.status, reply.message).openai())
+        return frame(error.openai())
 
     def _chunk(self, index: int, text: str, finish: str | None = None, tokens: Sequence[TokenLogprob] = ()) -> bytes:
         usage = {"usage": None} if self._include_usage else {}

@@ -24,7 +24,7 @@ from ds4.server.api.results import ANTHROPIC_WORDS, complete_history
 from ds4.server.bodies import frame
 from ds4.server.constraints import Schema, strict_names
 from ds4.server.errors import ApiError
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Usage
 
 _HEADER_LINES = re.compile(r"(?:\s*x-anthropic-[^\n]*\n?)+")
 """Lines at the start of a system text that some clients put there anew with every request."""
@@ -349,7 +349,7 @@ class MessagesAnswer:
         (reply,) = ends
         answer = reply.whole
         if reply.reason == "error" and not (answer.text or answer.tool_calls):
-            raise ApiError(500, malformed(reply).message)
+            raise malformed(reply)
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             thinking = answer.reasoning if self._show_thinking else ""
@@ -399,9 +399,9 @@ class MessagesAnswer:
             + _event("message_stop")
         )
 
-    def failed(self, reply: Failed) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """An error event; nothing follows it."""
-        return frame(ApiError(reply.status, reply.message).anthropic(), "error")
+        return frame(error.anthropic(), "error")
 
     def _message(self, content: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}

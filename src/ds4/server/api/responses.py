@@ -21,7 +21,7 @@ from ds4.server.api.token_logprobs import check_top
 from ds4.server.bodies import frame
 from ds4.server.constraints import Schema, strict_names
 from ds4.server.errors import ApiError
-from ds4.server.request import Admitted, ChatRequest, Done, Events, Failed, Usage
+from ds4.server.request import Admitted, ChatRequest, Done, Events, Usage
 
 
 def parse(value: Mapping[str, Any], context: ApiContext) -> Ask:
@@ -230,10 +230,10 @@ class ResponsesAnswer:
         response = self._end(reply)
         return self._frames([*events, (f"response.{response['status']}", {"response": response})])
 
-    def failed(self, reply: Failed) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """The response with its error; nothing follows it."""
         # The API has no other word for a request that is at fault.
-        return self._failed(reply.message, None, "server_error" if reply.status >= 500 else "invalid_prompt")
+        return self._failed(error.message, None, "server_error" if error.status >= 500 else "invalid_prompt")
 
     def _failed(self, message: str, usage: Usage | None, code: str = "server_error") -> bytes:
         events = self._writer.abandon()
