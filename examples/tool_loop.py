@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 TOOLS: list[Any] = [
     {
@@ -57,4 +57,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIConnectionError:
+        sys.exit("no server answers at that address: start one with `make serve`")

@@ -121,7 +121,23 @@ def test_stopped_in_the_prompt_evaluates_nothing_more(talk: Make) -> None:
     conversation = talk("Ok.")
     answer, events = ask(conversation, "Hi", stop_after=0)
     assert (answer.end, events, conversation.session.tokens) == ("interrupted", [], [])
+    assert answer.prompt_tokens == 0
+    assert "tokens/s" not in answer.speed()
     assert ask(conversation, "Hi")[0].end == "stop"
+
+
+def test_stopped_half_way_the_prompt_counts_as_far_as_it_was_read(engine: Engine) -> None:
+    conversation = Conversation(engine, sampling=GREEDY, max_tokens=8)
+    steps = 0
+
+    def stopped() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps > 1
+
+    answer = conversation.continue_text("word " * 3 * engine.prefill_chunk, lambda event: None, stopped=stopped)
+    assert answer.end == "interrupted"
+    assert 0 < answer.prompt_tokens == len(conversation.session.tokens) <= 2 * engine.prefill_chunk
 
 
 def test_the_limit_of_tokens_ends_an_answer(talk: Make, tokenizer: ds4.Tokenizer) -> None:

@@ -57,6 +57,12 @@ def test_missing_and_wrong_tensors_are_named() -> None:
     tensors = random_tensors(SMALL, 1)
     with pytest.raises(ds4.Ds4Error, match=r"blk\.1\.attn_kv\.weight is missing"):
         ds4.from_tensors(SMALL, {k: v for k, v in tensors.items() if k != "blk.1.attn_kv.weight"})
+    with pytest.raises(ds4.Ds4Error, match=r"tensor blk\.9\.attn_kv\.weight is unknown"):
+        ds4.from_tensors(SMALL, {**tensors, "blk.9.attn_kv.weight": torch.ones(3)})
+    table = next(name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    for name, kind in ((table, torch.float32), ("output_norm.weight", torch.int32), ("output.weight", torch.complex64)):
+        with pytest.raises(ds4.Ds4Error, match=rf"tensor {name} has dtype {kind}, but"):
+            ds4.from_tensors(SMALL, {**tensors, name: tensors[name].to(kind)})
     tensors["output_norm.weight"] = torch.ones(3)
     with pytest.raises(ds4.Ds4Error, match=r"output_norm\.weight has shape \(3,\), but \(32,\)"):
         ds4.from_tensors(SMALL, tensors)

@@ -174,19 +174,19 @@ def test_a_prefill_counts_as_reused_only_what_it_never_evaluated(engine: ds4.Eng
 def test_a_prefill_starts_over_when_its_step_breaks_off(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(120)
     session = engine.session()
-    prefill = session.begin(ids, chunk=48)
+    prefill = session.begin(ids, chunk=24)
     prefill.step()
     with monkeypatch.context() as patch:
         model: Any = engine.runner
         patch.setattr(model.model, "_moe", lambda *args: (_ for _ in ()).throw(MemoryError("no memory")))
         with pytest.raises(MemoryError):
             prefill.step()
-    assert session.tokens == ids[:48]
+    assert session.tokens == ids[:24]
     steps = record_steps(engine, monkeypatch)
     while not prefill.step():
         pass
-    # There is no checkpoint before 48, and the ends of the chunks stay where they were.
-    assert [(start, end) for _, start, end in steps] == [(0, 48), (48, 96), (96, 120)]
+    # There is no checkpoint before 24, and the ends of the chunks stay where they were.
+    assert [(start, end) for _, start, end in steps] == [(0, 24), (24, 48), (48, 72), (72, 96), (96, 120)]
     assert prefill.reused == 0
     assert_fresh(engine, session)
 

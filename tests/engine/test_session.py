@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ds4
 from ds4.engine import EngineConfig
 from ds4.model import Taps
-from tests.engine.session_helpers import CONFIG, assert_fresh, tokens
+from tests.engine.session_helpers import CONFIG, assert_fresh, fresh_logits, tokens
 from tests.helpers import SMALL, random_engine
 
 
@@ -89,15 +89,29 @@ def test_an_edited_tail_is_all_that_is_evaluated(engine: ds4.Engine) -> None:
     assert session.recomputed == 1
 
 
-def test_truncation_is_free_up_to_16_tokens(engine: ds4.Engine) -> None:
+def test_truncation_is_free_up_to_16_tokens(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(120)
+    evaluated, step = 0, engine.step
+
+    def counted(batch: Any, *args: Any) -> Any:
+        nonlocal evaluated
+        evaluated += sum(len(ids) for _, ids in batch)
+        return step(batch, *args)
+
     for cut in range(1, 17):
         session = engine.session()
         session.sync(ids)
-        session.truncate(120 - cut)
-        assert_fresh(engine, session)
-        assert session.tokens == ids[: 120 - cut]
-        session.sync(ids)
+        expected = fresh_logits(engine, ids[: 120 - cut])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", counted)
+            session.truncate(120 - cut)
+            assert session.tokens == ids[: 120 - cut]
+            assert evaluated == 0
+            assert torch.equal(session.logits, expected)
+            assert evaluated == 1  # the last token, for its logits
+            session.sync(ids)
+            assert evaluated == 1 + cut
+        evaluated = 0
         assert_fresh(engine, session)
     session = engine.session()
     session.sync(ids)
@@ -180,7 +194,7 @@ def test_logits_are_the_sessions_own(engine: ds4.Engine) -> None:
     assert torch.equal(kept.logits, expected)
 
 
-def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
+def test_export_and_import_move_a_session(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(130)
     session = engine.session()
     session.sync(ids[:77])
@@ -200,8 +214,11 @@ def test_export_and_import_move_a_session(engine: ds4.Engine) -> None:
     # The logits come along: nothing is evaluated to go on sampling.
     fourth = engine.session()
     fourth.import_state(ids, session.export())
-    assert torch.equal(fourth.logits, session.logits)
-    fourth.sync(ids)
+    expected = session.logits
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", lambda *args: pytest.fail("something was evaluated"))
+        assert torch.equal(fourth.logits, expected)
+        fourth.sync(ids)
     assert fourth.recomputed == 0
 
 
@@ -454,8 +471,11 @@ def test_any_sequence_of_operations(engine: ds4.Engine, operations: list[tuple[s
             moved.import_state(main.tokens, main.export(start))
             main.close()
             main = moved
+    # Logits may be from before what spoiled the rows: both go on, one after the other and back.
+    for session in (other, main, other):
+        session.step(1) if session.tokens else session.sync([1])
+        assert_fresh(engine, session)
     assert_fresh(engine, main)
-    assert_fresh(engine, other)
     main.close()
     other.close()
 
@@ -467,8 +487,64 @@ def test_turn_boundaries_near_the_end_cost_no_step(engine: ds4.Engine, monkeypat
     session = engine.session()
     session.sync(ids, chunk=100, boundaries=[30, 92, 99, 140, 149])
     assert steps == [30, 70, 50]  # 30 lies too far back from 100; the others are within reach of a step's end
-    assert set(session.checkpoints.lengths()) == {30, 92, 99, 140, 149}
+    assert set(session.checkpoints.lengths()) == {30, 92, 99, 100, 140, 149}
     for n in (149, 140, 99, 92, 30):
         session.rewind(n)
         assert (session.reused, session.recomputed) == (n, 0)
         assert_fresh(engine, session)
+
+
+def test_a_fork_and_its_origin_go_on_apart(engine: ds4.Engine) -> None:
+    first = engine.session()
+    first.sync(tokens(50))
+    second = first.fork()
+    engine.step([(second, tokens(20, seed=1)), (first, tokens(30, seed=2))])
+    assert_fresh(engine, second)
+    for session, token in ((second, 3), (first, 5), (second, 7), (first, 9)):
+        session.step(token)
+        assert_fresh(engine, session)
+
+
+def test_a_fork_has_the_token_that_waits(engine: ds4.Engine) -> None:
+    session = engine.session()
+    session.sync(tokens(20))
+    session.pending = 7
+    fork = session.fork()
+    assert fork.pending == 7
+    fork.step(3)
+    assert fork.tokens == [*tokens(20), 7, 3]
+    assert_fresh(engine, fork)
+
+
+@pytest.mark.parametrize("chunk", [20, 33, 50, 100])
+def test_chunks_of_any_size_leave_ways_back(chunk: int) -> None:
+    engine = random_engine(config=EngineConfig(prefill_chunk=chunk, checkpoint_interval=32))
+    session = engine.session()
+    session.sync(tokens(330))
+    edited = tokens(300) + tokens(30, seed=1)
+    session.sync(edited)
+    kept = next(n for n in range(300, 0, -1) if tokens(330)[:n] == edited[:n])
+    assert session.reused >= kept - chunk - 32
+    assert_fresh(engine, session)
+    # No more of them than multiples of the interval, and none at the end, where the state itself is.
+    assert len(engine.session().checkpoints) == 0
+    whole = engine.session()
+    whole.sync(tokens(330))
+    assert len(whole.checkpoints) <= 330 // 32
+    assert 330 not in whole.checkpoints.lengths()
+
+
+def test_a_session_of_the_default_configuration_goes_back_to_multiples_of_128() -> None:
+    assert (EngineConfig().checkpoint_interval, EngineConfig().checkpoint_bytes) == (128, 1 << 30)
+    engine = random_engine()
+    session = engine.session()
+    session.sync(tokens(1100), chunk=256)
+    session.rewind(1000)
+    assert (session.reused, session.recomputed) == (768, 232)
+    assert_fresh(engine, session)
+
+
+def test_of_many_boundaries_the_last_ones_get_a_way_back(engine: ds4.Engine) -> None:
+    session = engine.session()
+    session.sync(tokens(400), chunk=400, boundaries=range(30, 390, 30))
+    assert [n for n in session.checkpoints.lengths() if n % 32] == list(range(150, 390, 30))

@@ -413,6 +413,7 @@ def test_the_trace_is_complete_before_the_reply_ends(tmp_path: Path) -> None:
 def test_a_trace_says_what_was_injected_and_may_tell_of_a_store(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     trace = Trace(path)
+    assert path.stat().st_mode & 0o777 == 0o600  # whole conversations
     for event in ("store", "load", "evict"):
         trace.write(3, event, key="ab" * 20, tokens=512, bytes=1 << 20, reason="cold")
     trace.close()

@@ -26,7 +26,10 @@ _ANY_TOOL = frozenset({"*"})
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and what it took; times in seconds, `reused` of the prompt's tokens were in the session already."""
+    """An answer and what it took; times in seconds, `reused` of the prompt's tokens were in the session already.
+
+    `prompt_tokens` are those that were read: not all of the prompt if that was interrupted.
+    """
 
     message: Message
     end: End
@@ -142,7 +145,7 @@ class Conversation:
         first = begin = time.perf_counter()
         reused = self.session.reused
         if not done:
-            return Answer(Message(), "interrupted", len(ids), reused, 0, begin - start, 0.0)
+            return Answer(Message(), "interrupted", len(self.session.tokens), reused, 0, begin - start, 0.0)
         limit = self.engine.context - len(ids)
         if self.max_tokens is not None:
             limit = min(limit, self.max_tokens)

@@ -44,7 +44,8 @@ class EngineConfig:
         sessions: how many can be live at once on a CUDA device, forks included, each of `context` tokens: memory is
             set aside for them. None: 8, or as many as fit. On the CPU memory is taken as it is needed, without a limit.
         checkpoint_bytes: what the checkpoints of all sessions may hold together (architecture of state: history).
-        checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this; 0: never.
+        checkpoint_interval: a checkpoint is taken whenever a session's length is a multiple of this, and where a chunk
+            of a prompt ends behind one; 0: never.
         threads: CPU threads, for the whole process. None: one for a model whose matrices are too small to share (a
             second thread then mostly waits, and for long where the machine is busy), else as PyTorch is set.
         quality: on a CUDA device, compute in float32 throughout, where else bytes and 16 bits are multiplied: the

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from ds4.engine import device as devices
@@ -88,20 +89,29 @@ def from_tensors(
     It runs on the CPU: kernels for CUDA read the quantised matrices of a file.
 
     Raises:
-        Ds4Error: a tensor is missing or has another shape than `shape` says; or `device` or `qat_sim` do not fit.
+        Ds4Error: a tensor is missing, unknown, or has another shape or kind of numbers than `shape` says; or `device`
+            or `qat_sim` do not fit.
     """
     devices.check_name(device)
     if device not in ("auto", "cpu"):
         raise Ds4Error(
             f"device {device!r} is not available for tensors in memory, which run on the CPU (device='cpu' or 'auto')"
         )
-    for name, spec in expected_tensors(shape).items():
+    expected = expected_tensors(shape)
+    for name in tensors:
+        if name not in expected:
+            raise Ds4Error(f"tensor {name} is unknown: the shape {shape.name!r} has none of that name")
+    for name, spec in expected.items():
         if name not in tensors:
             raise Ds4Error(f"tensor {name} is missing: the shape {shape.name!r} needs it")
         if not isinstance(tensors[name], Tensor):
             raise Ds4Error(f"tensor {name} is a {type(tensors[name]).__name__}; torch tensors are needed")
         if tuple(tensors[name].shape) != spec.dims[::-1]:
             raise Ds4Error(f"tensor {name} has shape {tuple(tensors[name].shape)}, but {spec.dims[::-1]} is needed")
+        table = GGMLQuantizationType.I32 in spec.types
+        if tensors[name].is_floating_point() == table or tensors[name].is_complex():
+            kind = "whole numbers" if table else "floating-point numbers"
+            raise Ds4Error(f"tensor {name} has dtype {tensors[name].dtype}, but {kind} are needed")
     if config and config.threads is not None:
         torch.set_num_threads(config.threads)
     model = DeepseekV4(ModelWeights.load(TensorSource(shape, tensors)), qat_sim)

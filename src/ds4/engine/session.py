@@ -84,6 +84,10 @@ class Prefill:
         end = next((c for c in self._cuts if c < end - FREE_TRUNCATION), end)
         session.engine.step([(session, self.ids[start:end])], "keep" if end == len(self.ids) else "none")
         session.recomputed += end - start
+        interval = session.engine.config.checkpoint_interval
+        if interval and start // interval < end // interval < end / interval and end < len(self.ids):
+            # Chunks of such a size end at few multiples of the interval, or at none.
+            session._keep_checkpoint(wanted=False)
         while self._cuts and self._cuts[0] <= end:
             session._keep_checkpoint(wanted=True, length=self._cuts.pop(0))
         self._seen = session._version

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,11 @@ class Trace:
 
     def __init__(self, path: Path | None = None) -> None:
         self._lock = threading.Lock()
-        self._file: IO[str] | None = None if path is None else path.open("w", encoding="utf-8", errors="replace")
+        self._file: IO[str] | None = None
+        if path is not None:
+            # It holds whole conversations: for this user only. A file that is there keeps its mode.
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._file = os.fdopen(opened, "w", encoding="utf-8", errors="replace")
 
     @property
     def active(self) -> bool:
