@@ -70,6 +70,11 @@ def _logprobs(engine: Engine, path: Path, steps: int, top_k: int) -> dict[str, A
     return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
+def test_no_more_logprobs_than_tokens_are_promised(engine: Engine, tmp_path: Path) -> None:
+    result = _logprobs(engine, tmp_path / "out.json", 1, 10**9)
+    assert result["top_k"] == len(result["steps"][0]["top_logprobs"]) == engine.shape.vocab
+
+
 def test_logprobs_hold_a_greedy_continuation(engine: Engine, logits: torch.Tensor, tmp_path: Path) -> None:
     result = _logprobs(engine, tmp_path / "out.json", 3, 5)
     assert {k: v for k, v in result.items() if k != "steps"} == {

@@ -77,7 +77,7 @@ def write_logprobs(
         "source": "ds4",
         "prompt_tokens": len(ids),
         "ctx": engine.context,
-        "top_k": top_k,
+        "top_k": min(top_k, engine.shape.vocab),
         "steps": records,
     }
     write_json(result, path)
