@@ -18,7 +18,7 @@ ALLOWED = {
     "process": set(),
     "files": {"errors"},
     "gguf": {"errors", "files"},
-    "tokenizer": {"errors"},
+    "tokenizer": {"errors", "gguf"},
     "ops": {"errors"},
     "chat": {"errors"},
     "model": {"errors", "gguf", "ops"},

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import FileFormatError, RequestError
-from ds4.tokenizer import PROTOCOL_TOKENS, SPLITS, Detokenizer, Tokenizer
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
+from ds4.tokenizer import SPLITS, Detokenizer, Tokenizer
 
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 PROTOCOL = [BOS, EOS, USER, ASSISTANT, "<think>", "</think>", "｜DSML｜"]
@@ -366,21 +367,23 @@ def test_a_missing_protocol_token_is_named(token: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model", None, "expected 'gpt2' and 'joyai-llm'"),
-        ("model", "llama", "'llama'"),
-        ("pre", "deepseek-v3", "'deepseek-v3'"),
-        ("tokens", None, "tokens is missing"),
-        ("tokens", "abc", "no array"),
-        ("tokens", [], "tokens is missing"),
-        ("tokens", ["a", 1], r"tokens\[1\] is 1"),
-        ("tokens", ["a", "b", "a"], "'a' twice, as ids 0 and 2"),
-        ("tokens", ["a", "b", "c", "ab", "abc"], "253 of the 256 bytes"),
-        ("merges", None, "merges is missing"),
-        ("merges", ["a b", "abc"], r"merges\[1\] is 'abc'"),
-        ("merges", ["a b c"], r"merges\[0\]"),
-        ("merges", ["a b", "a z"], "no 'az'"),
-        ("token_type", [1, 2], "2 entries"),
-        ("token_type", "x", "no array of integers"),
+        ("model", None, "model' is missing, expected 'gpt2'"),
+        ("model", "llama", "model' is 'llama', expected 'gpt2'"),
+        ("pre", None, "pre' is missing, expected 'joyai-llm'"),
+        ("pre", "deepseek-v3", "pre' is 'deepseek-v3', expected 'joyai-llm'"),
+        ("tokens", None, "tokens' is missing, expected a list of strings"),
+        ("tokens", "abc", "tokens' is 'abc', expected a list of strings"),
+        ("tokens", [], r"tokens' is \[\], expected a list of strings"),
+        ("tokens", ["a", 1], r"tokens' is \['a', 1\], expected a list of strings"),
+        ("tokens", ["a", "b", "a", *PROTOCOL], "'a' twice, as ids 0 and 2, expected each token once"),
+        ("tokens", ["a", "b", "c", "ab", "abc", *PROTOCOL], "253 of the 256 bytes, first of byte 0x00, expected all"),
+        ("merges", None, "merges' is missing, expected a list of strings"),
+        ("merges", ["a b", "abc"], "merges' has 'abc' at place 1, expected two tokens and a space"),
+        ("merges", ["a b c", "a  b"], r"merges' has 'a b c' at place 0 \(and 1 more such\)"),
+        ("merges", ["a b", "a z", "z a"], r"'a z' at place 1 \(and 1 more such\), expected .* which has no 'az'"),
+        ("merges", ["z q"], "which has no 'zq'"),
+        ("token_type", [1, 2], "token_type' has 2 entries, expected 265"),
+        ("token_type", "x", "token_type' is 'x', expected a list of whole numbers"),
     ],
 )
 def test_bad_metadata_is_refused_by_key(key: str, value: object, message: str) -> None:
@@ -388,3 +391,14 @@ def test_bad_metadata_is_refused_by_key(key: str, value: object, message: str) -
     metadata[f"tokenizer.ggml.{key}"] = value
     with pytest.raises(FileFormatError, match=message):
         Tokenizer.from_metadata(metadata)
+    with pytest.raises(FileFormatError, match=r"^/models/a\.gguf: key 'tokenizer\.ggml\."):
+        Tokenizer.from_metadata(metadata, "/models/a.gguf")
+
+
+def test_what_only_the_library_refuses_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: object) -> None:
+        raise ValueError("no such pair")
+
+    monkeypatch.setattr("ds4.tokenizer.BPE", refuse)
+    with pytest.raises(FileFormatError, match=r"^/models/a\.gguf: key .* cannot be used: no such pair"):
+        Tokenizer.from_metadata(small_metadata(), "/models/a.gguf")

@@ -16,8 +16,9 @@ Three rules that callers can rely on:
 from __future__ import annotations
 
 import codecs
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import Regex
@@ -27,17 +28,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from ds4.errors import FileFormatError, RequestError
-
-PROTOCOL_TOKENS: Mapping[str, str] = {
-    "bos": "<｜begin▁of▁sentence｜>",
-    "eos": "<｜end▁of▁sentence｜>",
-    "user": "<｜User｜>",
-    "assistant": "<｜Assistant｜>",
-    "think": "<think>",
-    "end_think": "</think>",
-    "dsml": "｜DSML｜",
-}
-"""The tokens that the chat template and the tool syntax are made of; a model file must have all of them."""
+from ds4.gguf.keys import DAMAGED, TOKENIZER_PREFIX
+from ds4.gguf.vocabulary import BYTE_ALPHABET, PROTOCOL_TOKENS, ordinary_tokens, vocabulary_problems
 
 SPLITS = (
     r"\p{N}{1,3}",
@@ -54,21 +46,7 @@ SPLITS = (
 _MAX_BLANKS = 8_000_000
 """Blanks in a row that one text may have: the regex engine gives up a match after 10 million backtracks."""
 
-# GGUF token types (tokenizer.ggml.token_type) whose token is its literal text, outside BPE: unknown, control,
-# user-defined, unused. The others, normal and byte, are written in the byte alphabet.
-_LITERAL_TYPES = frozenset({2, 3, 4, 5})
-
-
-def _byte_alphabet() -> str:
-    """The 256 characters that stand for the bytes: printable Latin-1 stands for itself, others begin at U+0100."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    chars = {byte: chr(byte) for byte in kept} | {byte: chr(0x100 + i) for i, byte in enumerate(moved)}
-    return "".join(chars[byte] for byte in range(256))
-
-
-_ALPHABET = _byte_alphabet()
-_CHAR_TO_BYTE = {ord(char): byte for byte, char in enumerate(_ALPHABET)}
+_CHAR_TO_BYTE = {ord(char): byte for byte, char in enumerate(BYTE_ALPHABET)}
 
 
 class Tokenizer:
@@ -93,71 +71,45 @@ class Tokenizer:
     dsml: int
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+    def from_metadata(cls, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Tokenizer:
         """Builds the tokenizer from the keys `tokenizer.ggml.*` of a GGUF file.
 
         `model`, `pre`, `tokens` and `merges` are required, `token_type` is used if present. The ids of special tokens
         are looked up by their text; the `*_token_id` keys are not needed.
 
+        Args:
+            path: of the file, for messages.
+
         Raises:
-            FileFormatError: a key is missing or wrong, tokens and merges do not fit, or a protocol token is missing.
+            FileFormatError: for the first of `ds4.gguf.vocabulary.vocabulary_problems`.
         """
-        tokenizer = cls(
-            _strings(metadata, "tokens"),
-            _merge_pairs(_strings(metadata, "merges")),
-            _token_types(metadata),
-            model=(metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")),
-        )
-        tokenizer.metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-        return tokenizer
+        where = "" if path is None else f"{os.fspath(path)}: "
+        problems = vocabulary_problems(metadata)
+        if problems:
+            raise FileFormatError(where + problems[0])
+        try:
+            return cls(metadata)
+        except FileFormatError as error:
+            raise FileFormatError(f"{where}{error}") from error
 
-    def __init__(
-        self, tokens: list[str], merges: list[tuple[str, str]], types: Sequence[int] | None, model: tuple[Any, Any]
-    ) -> None:
-        if model != ("gpt2", "joyai-llm"):
-            raise FileFormatError(
-                f"tokenizer.ggml.model and .pre are {model[0]!r} and {model[1]!r}; expected 'gpt2' and 'joyai-llm', "
-                "the tokenizer of DeepSeek V4. Use a file converted for this model."
-            )
-        if types is not None and len(types) != len(tokens):
-            raise FileFormatError(
-                f"tokenizer.ggml.token_type has {len(types)} entries, but tokenizer.ggml.tokens has {len(tokens)}"
-            )
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        """From keys without problems (`ds4.gguf.vocabulary`)."""
+        tokens: list[str] = list(metadata[f"{TOKENIZER_PREFIX}tokens"])
+        merges: list[str] = metadata[f"{TOKENIZER_PREFIX}merges"]
+        ordinary = ordinary_tokens(tokens, merges, metadata.get(f"{TOKENIZER_PREFIX}token_type"))
         ids = {token: id for id, token in enumerate(tokens)}
-        if len(ids) != len(tokens):
-            first = next(id for id, token in enumerate(tokens) if ids[token] != id)
-            raise FileFormatError(
-                f"tokenizer.ggml.tokens has {tokens[first]!r} twice, as ids {first} and {ids[tokens[first]]}"
-            )
-        _check_merges(merges, ids)
-
-        # What BPE can yield: single bytes and products of merges. All other tokens are special, also where a converter
-        # did not mark them.
-        ordinary = {a + b for a, b in merges}.union(_ALPHABET).intersection(ids)
-        if types is not None:
-            ordinary -= {token for token, kind in zip(tokens, types, strict=True) if kind in _LITERAL_TYPES}
-        missing = [char for char in _ALPHABET if char not in ordinary]
-        if missing:
-            raise FileFormatError(
-                f"tokenizer.ggml.tokens lacks the token of {len(missing)} of the 256 bytes, first of byte "
-                f"0x{_ALPHABET.index(missing[0]):02X}; text with it could not be encoded"
-            )
+        self.metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
         self.vocab_size = len(tokens)
         self.special = {token: id for token, id in ids.items() if token not in ordinary}
         for role, text in PROTOCOL_TOKENS.items():
-            if text not in self.special:
-                raise FileFormatError(
-                    f"tokenizer.ggml.tokens has no special token {text!r} ({role}); the chat template cannot be "
-                    "written without it. Use a file converted for DeepSeek V4."
-                )
             setattr(self, role, self.special[text])
         self._tokens = tokens
         self._special_ids = frozenset(self.special.values())
         self._protocol = re.compile("|".join(re.escape(text) for text in PROTOCOL_TOKENS.values()))
         try:
-            self._bpe = BpeTokenizer(BPE(vocab=ids, merges=merges))
+            self._bpe = BpeTokenizer(BPE(vocab=ids, merges=[_pair(merge) for merge in merges]))
         except Exception as error:  # the library raises no type of its own
-            raise FileFormatError(f"tokenizer.ggml.merges cannot be used: {error}") from error
+            raise FileFormatError(f"key '{TOKENIZER_PREFIX}merges' cannot be used: {error}; {DAMAGED}") from error
         splits = [Split(Regex(pattern), "isolated") for pattern in SPLITS]
         self._bpe.pre_tokenizer = PreTokenizers([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -266,42 +218,6 @@ def _without_surrogates(text: str) -> str:
     return text
 
 
-def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
-    key = f"tokenizer.ggml.{name}"
-    value = metadata.get(key)
-    if not isinstance(value, list | tuple) or not value:
-        raise FileFormatError(f"{key} is missing or no array of strings; without it text cannot be encoded")
-    for index, item in enumerate(value):
-        if not isinstance(item, str):
-            raise FileFormatError(f"{key}[{index}] is {item!r}; expected a string")
-    return list(value)
-
-
-def _token_types(metadata: Mapping[str, Any]) -> Sequence[int] | None:
-    value = metadata.get("tokenizer.ggml.token_type")
-    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(item, int) for item in value)):
-        raise FileFormatError("tokenizer.ggml.token_type is no array of integers")
-    return value
-
-
-def _merge_pairs(merges: list[str]) -> list[tuple[str, str]]:
-    """Each merge "left right" as a pair; the byte alphabet has no space, so there is exactly one."""
-    pairs = []
-    for index, merge in enumerate(merges):
-        left, _, right = merge.partition(" ")
-        if not left or not right or " " in right:
-            raise FileFormatError(
-                f"tokenizer.ggml.merges[{index}] is {merge!r}; expected two tokens and a space between"
-            )
-        pairs.append((left, right))
-    return pairs
-
-
-def _check_merges(merges: list[tuple[str, str]], ids: Mapping[str, int]) -> None:
-    for index, (left, right) in enumerate(merges):
-        for token in (left, right, left + right):
-            if token not in ids:
-                raise FileFormatError(
-                    f"tokenizer.ggml.merges[{index}] is {left + ' ' + right!r}, "
-                    f"but tokenizer.ggml.tokens has no {token!r}"
-                )
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right

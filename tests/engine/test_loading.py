@@ -71,9 +71,9 @@ def test_missing_and_wrong_tensors_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 64, "rope_dim": 32}, "multiple of 64 plain channels, but head_dim 64 - rope_dim 32 = 32"),
-        ({"index_dim": 48}, "power of two and at least 32, not 48"),
-        ({"index_dim": 16}, "power of two and at least 32, not 16"),
+        ({"head_dim": 64, "rope_dim": 32}, "leaves 32 channels beside rope_dim 32, expected a multiple of 64"),
+        ({"index_dim": 48}, "index_dim is 48, expected a power of two of at least 32"),
+        ({"index_dim": 16}, "index_dim is 16, expected a power of two of at least 32"),
     ],
 )
 def test_round_trips_need_whole_blocks(change: dict[str, int], message: str) -> None:

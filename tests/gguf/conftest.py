@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
+from tokenizers.pre_tokenizers import ByteLevel
 
 from ds4.gguf.header import Header, TensorInfo
 from ds4.gguf.shape import Shape, expected_tensors
@@ -29,6 +30,7 @@ SPECIALS = [
     "</think>",
     "｜DSML｜",
 ]
+BYTES = sorted(ByteLevel.alphabet())
 NUMBERS = {"u8": (0, "B"), "u32": (4, "I"), "i32": (5, "i"), "f32": (6, "f"), "bool": (7, "?"), "u64": (10, "Q")}
 NUMBERS |= {"i64": (11, "q"), "f64": (12, "d")}
 
@@ -118,7 +120,8 @@ class Draft:
 
 
 def vocabulary(size: int) -> list[str]:
-    return [*SPECIALS, *(f"t{i}" for i in range(size - len(SPECIALS)))]
+    """The special tokens, the bytes, and words that a merge may make."""
+    return [*SPECIALS, *BYTES, *(f"t{i}" for i in range(size - len(SPECIALS) - len(BYTES)))]
 
 
 def model_keys(shape: Shape) -> dict[str, tuple[str, Any]]:

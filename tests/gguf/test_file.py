@@ -7,14 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
+from tokenizers.pre_tokenizers import ByteLevel
 
 from ds4.errors import FileFormatError
-from ds4.gguf.check import SPECIAL_TOKENS, check
+from ds4.gguf.check import check
 from ds4.gguf.file import collect_problems, inspect_file, open_model
 from ds4.gguf.keys import NUMBER_KEYS
 from ds4.gguf.shape import FLASH, PRO, TINY, expected_tensors
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
 
 A = "deepseek4."
+BYTES = sorted(ByteLevel.alphabet())
 OPTIONAL = {
     A + "rope.scaling.factor",
     A + "rope.scaling.original_context_length",
@@ -27,7 +30,7 @@ OPTIONAL = {
 ODD = replace(
     TINY, name="custom", layers=4, hidden=48, heads=6, head_dim=40, rope_dim=6, q_lora_rank=20, o_groups=3,
     o_lora_rank=10, window=11, ratios=(3, 0, 9, 3), index_heads=5, index_dim=14, index_top_k=7, experts=5,
-    experts_used=3, expert_hidden=26, route_scale=1.7, hash_layers=2, vocab=77, context=1048576, sparse_ratio=3,
+    experts_used=3, expert_hidden=26, route_scale=1.7, hash_layers=2, vocab=277, context=1048576, sparse_ratio=3,
 )  # fmt: skip
 
 
@@ -43,6 +46,7 @@ def custom(draft, shape=ODD):
     made.set("ds4.profile", "str", "custom")
     made.set("ds4.sparse_ratio", "u32", shape.sparse_ratio)
     made.set(A + "expert_weights_scale", "f64", shape.route_scale)
+    made.set("ds4.qat_sim", "bool", False)
     return made
 
 
@@ -366,12 +370,12 @@ def test_tokenizer_arrays(draft, name, value):
     assert f"'tokenizer.ggml.{name}' is " in problem(made)
 
 
-@pytest.mark.parametrize("token", SPECIAL_TOKENS)
+@pytest.mark.parametrize("token", PROTOCOL_TOKENS.values())
 def test_special_tokens(draft, token):
-    for instead, count in (("x", 0), (None, 2)):
+    for instead, count in (("other", 0), (None, 2)):
         made = draft(TINY)
         tokens = made.keys["tokenizer.ggml.tokens"][1]
-        tokens[tokens.index(token) if instead else 100] = instead or token
+        tokens[tokens.index(token) if instead else 300] = instead or token
         assert f"special token {token!r} {count} times" in problem(made)
 
 
@@ -383,7 +387,9 @@ def test_special_tokens(draft, token):
         ("bos_token_id", 3, "is 3, expected 0"),
         ("eos_token_id", 0, "is 0, expected 1"),
         ("token_type", [1] * 5, "has 5 entries, expected 4096"),
-        ("token_type", 1, "has 1, expected 4096"),
+        ("token_type", 1, "is 1, expected a list of whole numbers"),
+        ("token_type", ["1"] * 4096, "is ['1', '1'"),
+        ("scores", 1, "has 1, expected 4096"),
     ],
 )
 def test_tokenizer_contradictions(draft, key, value, message):
@@ -402,7 +408,8 @@ def test_strict_profiles_need_a_tokenizer(draft):
     made = draft(TINY)
     for key in [k for k in made.keys if k.startswith("tokenizer.")]:
         del made.keys[key]
-    assert "'tokenizer.ggml.tokens' is missing" in check(made.parsed())[1][0]
+    missing = [f"key 'tokenizer.ggml.{name}' is missing" for name in ("model", "pre", "tokens", "merges")]
+    assert [problem.split(",")[0] for problem in check(made.parsed())[1]] == missing
 
 
 # -- custom -----------------------------------------------------------------------------------------------------------
@@ -410,7 +417,6 @@ def test_strict_profiles_need_a_tokenizer(draft):
 
 def test_custom_gives_every_number(draft, tmp_path):
     made = custom(draft)
-    made.set("ds4.qat_sim", "bool", False)
     model = open_model(made.write(tmp_path / "a.gguf"))
     assert replace(model.shape, hc_eps=1e-6, rms_eps=1e-6) == ODD
     assert model.shape.rms_eps == pytest.approx(1e-6)
@@ -429,7 +435,7 @@ def test_custom_needs_no_tokenizer(draft, tmp_path):
         del made.keys[key]
     assert open_model(made.write(tmp_path / "a.gguf")).has_tokenizer is False
     made.set("tokenizer.ggml.model", "str", "gpt2")
-    assert "'tokenizer.ggml.tokens' is missing" in collect_problems(made.write(tmp_path / "b.gguf"))[0]
+    assert "'tokenizer.ggml.pre' is missing" in collect_problems(made.write(tmp_path / "b.gguf"))[0]
 
 
 @pytest.mark.parametrize("entry", NUMBER_KEYS, ids=lambda entry: entry.key)
@@ -459,11 +465,14 @@ def test_custom_numbers_of_the_wrong_kind_or_missing(draft, entry):
         (A + "attention.output_group_count", 4, "key 'deepseek4.attention.output_group_count': o_groups is 4"),
         (A + "hyper_connection.epsilon", float("nan"), "key 'deepseek4.hyper_connection.epsilon': hc_eps is nan"),
         (A + "rope.freq_base", 0.0, "key 'deepseek4.rope.freq_base': rope_base is 0.0"),
+        (A + "rope.freq_base", 1e300, "key 'deepseek4.rope.freq_base': rope_base is 1e+300, expected a positive"),
+        (A + "rope.scaling.factor", 1e-300, "key 'deepseek4.rope.scaling.factor': yarn_factor is 1e-300, expected a"),
+        (A + "attention.compress_rope_freq_base", 1.0, "freq_base': compress_rope_base is 1.0, expected another"),
         (A + "attention.compress_ratios", [3, 0, 9], "has 3 entries, expected at least 4"),
         (A + "attention.compress_ratios", [3, 0, 9, -3], "key 'deepseek4.attention.compress_ratios': ratios is"),
         (A + "swiglu_clamp_exp", [10.0, 10.0, 10.0, 9.0], "has 9.0 for layer 3, expected 10.0"),
         (A + "swiglu_clamp_exp", ["x"] * 4, "key 'deepseek4.swiglu_clamp_exp': swiglu_clamp is 'x'"),
-        ("ds4.sparse_ratio", 0, "sparse_ratio is 0"),
+        ("ds4.sparse_ratio", 0, "key 'ds4.sparse_ratio': sparse_ratio is 0"),
         ("ds4.sparse_ratio", None, "'ds4.sparse_ratio' is missing"),
         ("ds4.qat_sim", 1, "'ds4.qat_sim' is 1, expected true or false"),
     ],
@@ -507,7 +516,12 @@ def test_all_problems_are_collected_and_the_first_is_raised(draft, tmp_path):
 
 def test_a_file_of_full_size_needs_little_memory_and_no_torch(draft, tmp_path):
     made = draft(FLASH)
-    made.keys["tokenizer.ggml.merges"] = ("[str]", [f"t{i} t{i}" for i in range(127741)])
+    pairs = [f"{a} {b}" for a in BYTES for b in BYTES]
+    merges = [*pairs, *(f"{pair.replace(' ', '')} {c}" for pair in pairs[:243] for c in BYTES)][:127741]
+    tokens = [*PROTOCOL_TOKENS.values(), *BYTES, *(merge.replace(" ", "") for merge in merges)]
+    tokens += [f"[PAD{id}]" for id in range(len(tokens), FLASH.vocab)]
+    made.keys["tokenizer.ggml.merges"] = ("[str]", merges)
+    made.keys["tokenizer.ggml.tokens"] = ("[str]", tokens)
     path = made.write(tmp_path / "flash.gguf")
     assert path.stat().st_size > 86e9
     # Not getrusage: its maximum includes the memory of the process that forked.

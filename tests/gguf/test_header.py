@@ -16,9 +16,9 @@ from ds4.gguf.header import MAX_ELEMENTS, map_file, read_header, row_bytes
 from ds4.gguf.shape import TINY, Shape
 
 SMALL = Shape(
-    name="custom", layers=2, hidden=8, heads=2, head_dim=8, rope_dim=4, q_lora_rank=4, o_groups=1, o_lora_rank=4,
+    name="custom", layers=2, hidden=4, heads=2, head_dim=8, rope_dim=4, q_lora_rank=4, o_groups=1, o_lora_rank=4,
     window=8, ratios=(4, 8), index_heads=2, index_dim=4, index_top_k=2, experts=2, experts_used=1, expert_hidden=4,
-    route_scale=1.5, hash_layers=1, vocab=20,
+    route_scale=1.5, hash_layers=1, vocab=270,
 )  # fmt: skip
 
 
@@ -27,6 +27,9 @@ def small(draft):
     made = draft(SMALL, gate_up=T.F16, down=T.BF16)
     made.set("ds4.profile", "str", "custom")
     made.set("ds4.sparse_ratio", "u32", 4)
+    made.set("ds4.qat_sim", "bool", False)
+    for name in ("token_embd.weight", "output.weight"):
+        made.tensors[name].type = T.F16
     return made
 
 
@@ -203,7 +206,7 @@ OUT = "output.weight"
         (spoil_tensor(OUT, dims=(1,) * 5, offset=0), "has 5 dims"),
         (spoil_tensor(OUT, type=5, offset=0), "type number 5"),
         (spoil_tensor(OUT, type=250, offset=0), "type number 250"),
-        (spoil_tensor(OUT, type=T.Q8_0, offset=0), "8 values are not a multiple of 32, the block of Q8_0"),
+        (spoil_tensor(OUT, type=T.Q8_0, offset=0), "4 values are not a multiple of 32, the block of Q8_0"),
     ],
 )
 def test_damaged_directory(draft, tmp_path, spoil, message):

@@ -122,6 +122,13 @@ def test_rope_turns_neighbouring_pairs_of_the_tail() -> None:
     assert (ops.apply_rope(turned, *rope.at(positions), inverse=True) - x).abs().max() < 1e-6
 
 
+def test_yarn_takes_any_numbers_that_a_file_may_have() -> None:
+    for base in (2.0**-126, math.nextafter(1.0, 0.0), math.nextafter(1.0, 2.0), 2.0**127):
+        for fast, slow in ((2.0**-126, 2.0**127), (2.0**127, 2.0**-126), (32.0, 1.0)):
+            for context in (1, 2**31 - 1):
+                assert ops.Rope.yarn(6, base, 1.0, context, fast, slow).frequencies.shape == (3,)
+
+
 def test_yarn_frequencies_of_the_real_model() -> None:
     f = ops.Rope.yarn(64, 160_000.0, 16.0, 65_536, 32.0, 1.0).frequencies.tolist()
     for i in range(32):

@@ -166,6 +166,13 @@ def test_keys_of_the_model() -> None:
     assert "ds4.qat_sim" not in keys
 
 
+@pytest.mark.parametrize(("index_dim", "recorded"), [(64, None), (48, False)])
+def test_round_trips_that_the_sizes_do_not_have_are_off(index_dim: int, recorded: bool | None) -> None:
+    shape = replace(TINY, name="custom", rope_dim=32, head_dim=96, index_dim=index_dim)
+    keys = model_keys(checkpoint(OFFICIAL), shape, "a name")
+    assert (keys["ds4.qat_sim"].value if "ds4.qat_sim" in keys else None) is recorded
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizer
 
@@ -230,7 +237,7 @@ def many_tokens(data: Any) -> None:
     ("change", "message"),
     [
         (other_split, "cuts text otherwise than the tokenizer of DeepSeek V4"),
-        (lost_token, "no special token '<think>'"),
+        (lost_token, "special token '<think>' 0 times, expected once"),
         (lost_model, r"not the byte-level BPE of DeepSeek V4 \('model' is missing\)"),
         (ids_that_are_texts, "a token is no text, or its id no number"),
         (tokens_that_are_numbers, "a token is no text, or its id no number"),

@@ -13,12 +13,13 @@ from server_harness import line, scripted, tokenizer, tokenizer_metadata
 from ds4.chat.message import Message
 from ds4.chat.rendered import Rendered
 from ds4.errors import ContextOverflowError
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
 from ds4.server import encoding
 from ds4.server.config import ServerConfig
 from ds4.server.encoding import PIECE, Encoder, LongPromptError
 from ds4.server.prompting import PromptBuilder
 from ds4.server.request import ChatRequest
-from ds4.tokenizer import PROTOCOL_TOKENS, Tokenizer
+from ds4.tokenizer import Tokenizer
 
 PARTS = st.sampled_from(
     [

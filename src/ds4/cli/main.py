@@ -156,7 +156,7 @@ def _dump_tokens(options: Options, prompt: str) -> Callable[[], int]:
     from ds4.tokenizer import Tokenizer
 
     file = open_model(model_path(options))
-    tokenizer = Tokenizer.from_metadata(file.metadata)
+    tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
     context = min(options.context or file.shape.context, file.shape.context)
     ids = prompt_ids(tokenizer, prompt, options, context)
 

@@ -56,9 +56,9 @@ def load(
         raise Ds4Error(f"a model is given by the path of its file, not by {type(path).__name__}")
     if config is not None and not isinstance(config, EngineConfig):
         raise Ds4Error(f"config is {config!r:.60}; give a ds4.EngineConfig")
-    file = gguf_file.open_model(gguf_file.embedded_model_path() if path is None else path)
+    file = gguf_file.open_model(gguf_file.embedded_model_path() if path is None else path, qat_sim)
     round_trips = file.qat_sim if qat_sim is None else qat_sim
-    tokenizer = Tokenizer.from_metadata(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None
+    tokenizer = Tokenizer.from_metadata(file.metadata, file.path) if file.has_tokenizer else None
     threads = config.threads if config else None
     chosen = devices.choose(device, file, round_trips, index_selection)
     if chosen.type == "cuda":

@@ -7,7 +7,6 @@ was found and what was expected. A file is refused for the first; `ds4 --inspect
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,6 +16,7 @@ from ds4.gguf.header import Header, TensorInfo, shown
 from ds4.gguf.keys import (
     ARCHITECTURE,
     CLAMP_KEY,
+    DAMAGED,
     NUMBER_KEYS,
     PROFILE_KEY,
     QAT_SIM_KEY,
@@ -30,28 +30,20 @@ from ds4.gguf.keys import (
     wrong_kind,
 )
 from ds4.gguf.shape import CUSTOM, EXPERT_TYPES, OUTPUT_TENSORS, PROFILES, Shape, TensorSpec, expected_tensors
-
-SPECIAL_TOKENS = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<think>",
-    "</think>",
-    "｜DSML｜",
-)
-"""The seven tokens of the chat protocol, looked up by string."""
+from ds4.gguf.vocabulary import vocabulary_problems
 
 _DRAFT_PREFIXES = ("mtp.", "dspark.")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _REWRITE = "(profile custom); write the file again"
-_DAMAGED = "the file is damaged or holds another model; download or convert it again"
 
 
-def check(header: Header) -> tuple[Shape | None, list[str]]:
+def check(header: Header, qat_sim: bool | None = None) -> tuple[Shape | None, list[str]]:
     """The shape of the file, and everything that makes it unusable (empty: usable).
 
     The shape is None where the numbers cannot be read at all. Contents of tensors are not looked at.
+
+    Args:
+        qat_sim: whether the model is to run with the quantisation round trips; None: as the file records.
     """
     refusal = _other_kind_of_file(header)
     if refusal:
@@ -60,6 +52,7 @@ def check(header: Header) -> tuple[Shape | None, list[str]]:
     if shape is None:
         return None, problems
     problems += _list_problems(header.metadata, shape)
+    problems += _round_trip_problems(header.metadata, shape, qat_sim)
     problems += _tokenizer_problems(header.metadata, shape)
     problems += _tensor_problems(header.tensors, shape)
     return shape, problems
@@ -109,11 +102,11 @@ def _choose_shape(metadata: Mapping[str, Any]) -> tuple[Shape | None, list[str]]
     candidates = [shape for shape in PROFILES if profile in (None, shape.name)]
     if not candidates:
         names = ", ".join(repr(shape.name) for shape in PROFILES)
-        return None, [f"key {PROFILE_KEY!r} is {shown(profile)}, expected {names} or {CUSTOM!r}; {_DAMAGED}"]
+        return None, [f"key {PROFILE_KEY!r} is {shown(profile)}, expected {names} or {CUSTOM!r}; {DAMAGED}"]
     found = numbers_of(metadata)
     if not found:
         missing = next(entry.key for entry in NUMBER_KEYS)
-        return None, [f"key {missing!r} is missing, as are all other sizes of the model; {_DAMAGED}"]
+        return None, [f"key {missing!r} is missing, as are all other sizes of the model; {DAMAGED}"]
     shape = max(candidates, key=lambda s: sum(same(value, getattr(s, field)) for field, value in found.items()))
     problems = [p for entry in NUMBER_KEYS for p in _number_problems(metadata, entry, shape)]
     return shape, problems
@@ -123,14 +116,14 @@ def _number_problems(metadata: Mapping[str, Any], entry: NumberKey, shape: Shape
     expected = entry.of(shape)
     if entry.key not in metadata:
         if not entry.optional:
-            yield f"key {entry.key!r} is missing, expected {expected!r} (profile {shape.name}); {_DAMAGED}"
+            yield f"key {entry.key!r} is missing, expected {expected!r} (profile {shape.name}); {DAMAGED}"
         return
     value = metadata[entry.key]
     kind = wrong_kind(entry, value)
     if kind:
-        yield f"key {entry.key!r} is {shown(value)}, expected {kind}, {expected!r} (profile {shape.name}); {_DAMAGED}"
+        yield f"key {entry.key!r} is {shown(value)}, expected {kind}, {expected!r} (profile {shape.name}); {DAMAGED}"
     elif not same(value, expected):
-        yield f"key {entry.key!r} is {shown(value)}, expected {expected!r} (profile {shape.name}); {_DAMAGED}"
+        yield f"key {entry.key!r} is {shown(value)}, expected {expected!r} (profile {shape.name}); {DAMAGED}"
 
 
 def _custom_shape(metadata: Mapping[str, Any]) -> tuple[Shape | None, list[str]]:
@@ -173,7 +166,8 @@ def _custom_shape(metadata: Mapping[str, Any]) -> tuple[Shape | None, list[str]]
 
 def _with_keys(text: str) -> str:
     """The sentence of `Shape` with the key beside the field it names."""
-    keys = {entry.field: entry.key for entry in NUMBER_KEYS} | {"ratios": RATIOS_KEY, "swiglu_clamp": CLAMP_KEY}
+    keys = {entry.field: entry.key for entry in reversed(NUMBER_KEYS)}  # of two keys for one field, the first
+    keys |= {"ratios": RATIOS_KEY, "swiglu_clamp": CLAMP_KEY, "sparse_ratio": SPARSE_RATIO_KEY}
     for field in fields(Shape):
         if text.startswith(f"shape: {field.name} ") and field.name in keys:
             return f"key {keys[field.name]!r}: {text.removeprefix('shape: ')}"
@@ -182,13 +176,13 @@ def _with_keys(text: str) -> str:
 
 def _length_problem(key: str, values: Any, layers: int) -> list[str]:
     if values is None:
-        return [f"key {key!r} is missing, expected a list with one entry for each of {layers} layers; {_DAMAGED}"]
+        return [f"key {key!r} is missing, expected a list with one entry for each of {layers} layers; {DAMAGED}"]
     if not isinstance(values, list):
         return [
-            f"key {key!r} is {shown(values)}, expected a list with one entry for each of {layers} layers; {_DAMAGED}"
+            f"key {key!r} is {shown(values)}, expected a list with one entry for each of {layers} layers; {DAMAGED}"
         ]
     if len(values) < layers:
-        return [f"key {key!r} has {len(values)} entries, expected at least {layers}, one for each layer; {_DAMAGED}"]
+        return [f"key {key!r} has {len(values)} entries, expected at least {layers}, one for each layer; {DAMAGED}"]
     return []
 
 
@@ -203,7 +197,7 @@ def _list_problems(metadata: Mapping[str, Any], shape: Shape) -> list[str]:
             if isinstance(found, bool) or not isinstance(found, int) or found != expected:
                 problems.append(
                     f"key {RATIOS_KEY!r} has ratio {shown(found)} for layer {layer}, expected {expected} "
-                    f"(profile {shape.name}); {_DAMAGED}"
+                    f"(profile {shape.name}); {DAMAGED}"
                 )
                 break
     clamps = metadata.get(CLAMP_KEY)
@@ -213,8 +207,18 @@ def _list_problems(metadata: Mapping[str, Any], shape: Shape) -> list[str]:
         problems += _clamp_problems(CLAMP_KEY, clamps, shape)
     problems += _clamp_problems(SHARED_CLAMP_KEY, metadata.get(SHARED_CLAMP_KEY), shape)
     if not isinstance(metadata.get(QAT_SIM_KEY, True), bool):
-        problems.append(f"key {QAT_SIM_KEY!r} is {shown(metadata[QAT_SIM_KEY])}, expected true or false; {_DAMAGED}")
+        problems.append(f"key {QAT_SIM_KEY!r} is {shown(metadata[QAT_SIM_KEY])}, expected true or false; {DAMAGED}")
     return problems
+
+
+def _round_trip_problems(metadata: Mapping[str, Any], shape: Shape, qat_sim: bool | None) -> list[str]:
+    """Sizes that the quantisation round trips do not have; whoever loads the file may do without these."""
+    if not (metadata.get(QAT_SIM_KEY, True) if qat_sim is None else qat_sim):
+        return []
+    advice = "load it with qat_sim=False"
+    if qat_sim is None:
+        advice += f", or write it again with {QAT_SIM_KEY!r} false"
+    return [f"{_with_keys(problem)}; {advice}" for problem in shape.round_trip_problems()]
 
 
 def _clamp_problems(key: str, value: Any, shape: Shape) -> list[str]:
@@ -224,7 +228,7 @@ def _clamp_problems(key: str, value: Any, shape: Shape) -> list[str]:
         if not same(found, shape.swiglu_clamp):
             return [
                 f"key {key!r} has {shown(found)} for layer {layer}, expected {shape.swiglu_clamp!r}, "
-                f"the same in every layer; {_DAMAGED}"
+                f"the same in every layer; {DAMAGED}"
             ]
     return []
 
@@ -236,50 +240,7 @@ def _clamp_problems(key: str, value: Any, shape: Shape) -> list[str]:
 def _tokenizer_problems(metadata: Mapping[str, Any], shape: Shape) -> list[str]:
     if shape.name == CUSTOM and not any(key.startswith(TOKENIZER_PREFIX) for key in metadata):
         return []  # a custom file without a tokenizer is a model that is driven by ids
-    problems: list[str] = []
-    for name, expected in (("model", "gpt2"), ("pre", "joyai-llm")):
-        key = TOKENIZER_PREFIX + name
-        if metadata.get(key, expected) != expected:
-            problems.append(f"key {key!r} is {shown(metadata[key])}, expected {expected!r}; {_DAMAGED}")
-    for name in ("tokens", "merges"):
-        key = TOKENIZER_PREFIX + name
-        value = metadata.get(key)
-        if value is None:
-            problems.append(f"key {key!r} is missing, expected a list of strings; {_DAMAGED}")
-        elif not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            problems.append(f"key {key!r} is {shown(value)}, expected a list of strings; {_DAMAGED}")
-    if problems:
-        return problems
-    tokens: list[str] = metadata[TOKENIZER_PREFIX + "tokens"]
-    problems += _token_list_problems(metadata, tokens, shape)
-    return problems
-
-
-def _token_list_problems(metadata: Mapping[str, Any], tokens: list[str], shape: Shape) -> list[str]:
-    problems: list[str] = []
-    for name in ("tokens", "token_type", "scores"):
-        values = metadata.get(TOKENIZER_PREFIX + name)
-        if values is not None and (not isinstance(values, list) or len(values) != shape.vocab):
-            found = f"{len(values)} entries" if isinstance(values, list) else shown(values)
-            problems.append(
-                f"key {TOKENIZER_PREFIX + name!r} has {found}, expected {shape.vocab}, one for each row of the "
-                f"embedding; {_DAMAGED}"
-            )
-    counts = Counter(tokens)
-    for token in SPECIAL_TOKENS:
-        if counts[token] != 1:
-            problems.append(
-                f"key {TOKENIZER_PREFIX + 'tokens'!r} holds the special token {token!r} {counts[token]} times, "
-                f"expected once; {_DAMAGED}"
-            )
-    for name, token in (("bos_token_id", SPECIAL_TOKENS[0]), ("eos_token_id", SPECIAL_TOKENS[1])):
-        key = TOKENIZER_PREFIX + name
-        if key in metadata and counts[token] == 1 and metadata[key] != tokens.index(token):
-            problems.append(
-                f"key {key!r} is {shown(metadata[key])}, expected {tokens.index(token)}, the place of {token!r}; "
-                f"{_DAMAGED}"
-            )
-    return problems
+    return vocabulary_problems(metadata, shape.vocab)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -316,7 +277,7 @@ def _tensor_problems(tensors: Mapping[str, TensorInfo], shape: Shape) -> list[st
 
 def _tensor_problem(info: TensorInfo, spec: TensorSpec) -> list[str]:
     if info.dims != spec.dims:
-        return [f"tensor {info.name!r} has dims {info.dims}, expected {spec.dims}; {_DAMAGED}"]
+        return [f"tensor {info.name!r} has dims {info.dims}, expected {spec.dims}; {DAMAGED}"]
     if info.type not in spec.types:
         names = " or ".join(t.name for t in spec.types)
         what = "routed experts of this type cannot be run" if spec.types == EXPERT_TYPES else "it cannot be run"

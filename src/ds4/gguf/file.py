@@ -114,13 +114,16 @@ def embedded_model_path() -> Path:
     return path
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelFile:
+def open_model(path: str | os.PathLike[str], qat_sim: bool | None = None) -> ModelFile:
     """Map a model file and check everything that can be known before the first token (start-up rejections).
+
+    Args:
+        qat_sim: whether it is to run with the quantisation round trips; None: as the file records.
 
     Raises:
         FileFormatError: the file cannot be used; the text names the key or tensor, what was found and what expected.
     """
-    found = _examine(path)
+    found = _examine(path, qat_sim)
     if found.problems or found.shape is None:
         more = len(found.problems) - 1
         rest = f" (and {more} more: `ds4 --inspect` lists them)" if more > 0 else ""
@@ -155,10 +158,10 @@ def collect_problems(path: str | os.PathLike[str]) -> list[str]:
         return [str(error).removeprefix(f"{os.fspath(path)}: ")]
 
 
-def _examine(path: str | os.PathLike[str]) -> Inspection:
+def _examine(path: str | os.PathLike[str], qat_sim: bool | None = None) -> Inspection:
     data = map_file(path)
     header = read_header(path, data)
-    shape, problems = check(header)
+    shape, problems = check(header, qat_sim)
     if shape is not None and not problems:
         problems = _hash_table_problems(header, shape, data)
     return Inspection(header, shape, problems, data)

@@ -20,6 +20,9 @@ SHARED_CLAMP_KEY = "deepseek4.swiglu_clamp_shexp"
 
 TOKENIZER_PREFIX = "tokenizer.ggml."
 
+DAMAGED = "the file is damaged or holds another model; download or convert it again"
+"""What to do about a key with a wrong value."""
+
 
 @dataclass(frozen=True)
 class NumberKey:

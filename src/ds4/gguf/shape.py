@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -13,6 +12,8 @@ MAX_LAYERS = 1024
 """More layers than this are refused: the table of expected tensors has to stay small whatever a file claims."""
 
 _MAX_SIZE = 2**31 - 1
+_LEAST, _MOST = 2.0**-126, 2.0**127
+"""Of the constants, which are used as float32."""
 _MAY_BE_ZERO = frozenset({"hash_layers"})
 
 
@@ -71,10 +72,8 @@ class Shape:
                 low = 0 if field.name in _MAY_BE_ZERO else 1
                 if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= _MAX_SIZE:
                     raise Ds4Error(f"shape: {field.name} is {value!r}, expected a whole number from {low} on")
-            elif field.type == "float" and not (
-                isinstance(value, int | float) and math.isfinite(value) and value > 0.0
-            ):
-                raise Ds4Error(f"shape: {field.name} is {value!r}, expected a positive finite number")
+            elif field.type == "float" and not (isinstance(value, int | float) and _LEAST <= value <= _MOST):
+                raise Ds4Error(f"shape: {field.name} is {value!r}, expected a positive finite number (float32)")
         self._check_relations()
 
     def _check_relations(self) -> None:
@@ -99,10 +98,28 @@ class Shape:
             raise Ds4Error(f"shape: experts_used is {self.experts_used}, but there are only {self.experts} experts")
         if self.hash_layers > self.layers:
             raise Ds4Error(f"shape: hash_layers is {self.hash_layers}, but there are only {self.layers} layers")
+        if self.compress_rope_base == 1.0:
+            raise Ds4Error("shape: compress_rope_base is 1.0, expected another number: YaRN divides by its logarithm")
         if self.shared_experts != 1:
             raise Ds4Error(
                 f"shape: shared_experts is {self.shared_experts}, expected 1: the graph has one shared expert"
             )
+
+    def round_trip_problems(self) -> list[str]:
+        """Why the quantisation round trips (qat_sim) are not defined for these sizes; empty if they are."""
+        problems = []
+        plain = self.head_dim - self.rope_dim
+        if plain % 64:
+            problems.append(
+                f"shape: head_dim is {self.head_dim}, which leaves {plain} channels beside rope_dim {self.rope_dim}, "
+                "expected a multiple of 64 plain channels for the quantisation round trips (qat_sim)"
+            )
+        if self.index_dim < 32 or self.index_dim & (self.index_dim - 1):
+            problems.append(
+                f"shape: index_dim is {self.index_dim}, expected a power of two of at least 32 for the quantisation "
+                "round trips (qat_sim)"
+            )
+        return problems
 
     def has_indexer(self, layer: int) -> bool:
         """True where the layer's compressed rows are chosen by an indexer."""

@@ -85,17 +85,9 @@ def key_format(shape: Shape, qat_sim: bool) -> RowFormat:
 
 def check_round_trips(shape: Shape) -> None:
     """Raise `Ds4Error` if the quantisation round trips are not defined for this shape."""
-    plain = shape.head_dim - shape.rope_dim
-    if plain % 64:
-        raise Ds4Error(
-            f"qat_sim needs a multiple of 64 plain channels, but head_dim {shape.head_dim} - rope_dim {shape.rope_dim}"
-            f" = {plain}; use qat_sim=False for this model"
-        )
-    if shape.index_dim < 32 or shape.index_dim & (shape.index_dim - 1):
-        raise Ds4Error(
-            f"qat_sim needs an index dimension that is a power of two and at least 32, not {shape.index_dim};"
-            " use qat_sim=False for this model"
-        )
+    problems = shape.round_trip_problems()
+    if problems:
+        raise Ds4Error(f"{problems[0]}; use qat_sim=False for this model")
 
 
 class RowPool:

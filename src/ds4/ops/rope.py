@@ -34,7 +34,7 @@ class Rope:
         def channel(turns: float) -> float:
             return dim * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(channel(beta_fast)), 0)
+        low = min(max(math.floor(channel(beta_fast)), 0), dim)  # no channel is beyond, however odd the numbers are
         high = min(math.ceil(channel(beta_slow)), dim - 1)
         index = torch.arange(dim // 2, dtype=torch.float32)
         ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -24,7 +24,7 @@ from ds4.chat import Rendered, render
 from ds4.chat.template import BOS
 from ds4.errors import Ds4Error, RequestError
 from ds4.files import json_lines, read_text, refuse_input, replacing
-from ds4.tokenizer import PROTOCOL_TOKENS
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
 
 MARKER = "===== DS4_IMATRIX_PROMPT"
 

@@ -11,10 +11,11 @@ import tokenizers
 from gguf import GGUFValueType
 
 from ds4.errors import Ds4Error
-from ds4.gguf.keys import ARCHITECTURE, RATIOS_KEY, TOKENIZER_PREFIX, Value, metadata_of
+from ds4.gguf.keys import ARCHITECTURE, QAT_SIM_KEY, RATIOS_KEY, TOKENIZER_PREFIX, Value, metadata_of
 from ds4.gguf.shape import CUSTOM, PROFILES, Shape
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
 from ds4.quantize.checkpoint import Checkpoint, read_json
-from ds4.tokenizer import PROTOCOL_TOKENS, Tokenizer
+from ds4.tokenizer import Tokenizer
 
 _U32, _STRING, _ARRAY = GGUFValueType.UINT32, GGUFValueType.STRING, GGUFValueType.ARRAY
 
@@ -193,6 +194,8 @@ def model_keys(checkpoint: Checkpoint, shape: Shape, name: str) -> dict[str, Val
         "general.name": Value(name, _STRING),
         "general.quantization_version": Value(2, _U32),
     } | metadata_of(shape, custom=custom)
+    if shape.round_trip_problems():  # a model of these sizes was not trained with them
+        keys[QAT_SIM_KEY] = Value(False, GGUFValueType.BOOL)
     listed = checkpoint.config.get("compress_ratios")
     if isinstance(listed, list) and all(isinstance(r, int) and 0 <= r < 2**31 for r in listed):
         keys[RATIOS_KEY] = Value(list(listed), _ARRAY, _U32)

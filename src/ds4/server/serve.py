@@ -163,7 +163,7 @@ def load_backend(config: ServerConfig) -> Backend:
 def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -> Backend:
     lines = load_script(script)
     file = open_model(config.model or embedded_model_path())
-    tokenizer = Tokenizer.from_metadata(file.metadata)
+    tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
     return scripted_backend(lines, tokenizer, engine_config, config.scripted_kv_bytes, model_id(file.shape.name))
 
 

@@ -9,9 +9,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ds4.chat.tags import PARAMETER_END
 from ds4.errors import RequestError
+from ds4.gguf.vocabulary import PROTOCOL_TOKENS
 from ds4.server.constraints.grammar import MAX_GRAMMAR
 from ds4.server.constraints.spelling import Spelling
-from ds4.tokenizer import PROTOCOL_TOKENS, Tokenizer
+from ds4.tokenizer import Tokenizer
 
 # Tokens that are allowed or forbidden together, found out once instead of at every place: those of names in tags.
 _NAMES = (r'[^"<>&\\\x00-\x1F\x7F]{1,10}', r'[^"<>&\\\x00-\x1F\x7F]{1,30}')
