@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ds4
+from ds4.gguf.file import embedded_model_path
 
 CONTEXT = 1_048_576
 
@@ -24,6 +25,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def test_it_is_small_enough_to_come_with_the_package() -> None:
+    assert embedded_model_path().stat().st_size <= 16_000_000
 
 
 def test_it_is_the_tiny_profile_with_the_full_context(engine: ds4.Engine) -> None:
