@@ -143,6 +143,13 @@ def test_distances_lie_in_the_range_of_the_task(cases: Cases, made: dict[str, li
             )
 
 
+def test_far_recall_needs_the_indexer() -> None:
+    """From its least distance on, the indexer leaves out three of four rows or more of what lies between."""
+    low, high = DISTANCES["recall_far"]
+    assert (low, high) == (1500, 3000)
+    assert low // TINY.sparse_ratio >= 4 * TINY.index_top_k
+
+
 def test_only_questions_in_the_range_become_cases(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DISTANCES, "recall_near", (300, 400))
     assert all(300 <= case.distance <= 400 for case in cases.make("recall_near", 40))
