@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from ds4 import ops
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP4_LEAST = 2.0**-126
+"""The least scale; blocks whose largest value is below six times that are on it too."""
 
 
 def values(seed: int, spread: float) -> torch.Tensor:
@@ -46,11 +48,13 @@ def naive_fp4_value(v: float) -> float:
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_fp4_equals_the_table(spread: float) -> None:
     x = values(2, spread)
+    tiny = torch.tensor([1e-3, 1e-7, 1e-20, 6 * FP4_LEAST, FP4_LEAST, FP4_LEAST / 8]).unsqueeze(1)
+    x = torch.cat((x, x[:6] / x[:6].abs().amax(1, keepdim=True) * tiny))
     got = ops.fp4_round_trip(x)
     for row in range(x.shape[0]):
         for start in range(0, 128, 32):
             v = x[row, start : start + 32].tolist()
-            scale = 2.0 ** math.ceil(math.log2(max(max(map(abs, v)), 6 * 2.0**-126) / 6.0))
+            scale = 2.0 ** math.ceil(math.log2(max(max(map(abs, v)), 6 * FP4_LEAST) / 6.0))
             expected = [naive_fp4_value(value / scale) * scale for value in v]
             assert got[row, start : start + 32].tolist() == expected
 
