@@ -184,6 +184,33 @@ def test_nested_parameters_make_an_object() -> None:
     assert arguments(parameter("o"), *deep, P_END) == {"o": {"o": {"a": "1", "b": [2]}}}
 
 
+def test_parameters_nest_up_to_a_limit() -> None:
+    """A client that parses the arguments must not run out of stack, nor the server of memory."""
+
+    def nested(depth: int) -> Message:
+        names = [parameter(f"p{i}") for i in range(depth)]
+        return parse(block(*names, "1", *[P_END] * depth), False, TOOLS)
+
+    deepest = nested(32)
+    assert not deepest.problems
+    value = json.loads(deepest.tool_calls[0].arguments)
+    for i in range(32):
+        value = value[f"p{i}"]
+    assert value == "1"
+    deeper = nested(33)
+    assert (deeper.tool_calls, deeper.problems) == ((), ("parameters nested too deeply",))
+
+
+@pytest.mark.parametrize(
+    ("body", "value"), [("hello", "hello"), ("12 apples", "12 apples"), (" /a/b ", " /a/b "), ("1.", "1.")]
+)
+def test_a_string_in_the_place_of_json_is_taken_and_told(body: str, value: str) -> None:
+    message = parse(block(parameter("x", False), body, P_END), False, TOOLS)
+    assert json.loads(message.tool_calls[0].arguments) == {"x": value}
+    assert message.problems == ("the parameter 'x' of 'sh' is not JSON: taken as a string",)
+    assert message.complete
+
+
 def test_the_end_of_gathered_parameters_is_optional() -> None:
     assert arguments(parameter("o"), parameter("a", True), "1", P_END, "\n") == {"o": {"a": "1"}}
 
