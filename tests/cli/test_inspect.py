@@ -201,7 +201,10 @@ def agreed(path, **options):
         ({"merges": ["a b", "ab z"]}, ["'ab z' at place 1, expected tokens of the file, which has no 'abz'"]),
         ({"token_type": [1] * 299}, ["token_type' has 299 entries, expected 300"]),
         ({"token_type": "none"}, ["token_type' is 'none', expected a list of whole numbers"]),
-        ({"token_type": [3] * 10 + [1] * 290}, ["lacks the token of 3 of the 256 bytes"]),
+        (
+            {"token_type": [3] * 10 + [1] * 290},
+            ["token_type' takes as literal text the token of 3 of the 256"],
+        ),
         ({"bos_token_id": 1}, ["bos_token_id' is 1, expected 0"]),
         ({"shape": WITH_ROUND_TRIPS, "qat_sim": True}, []),
         (

@@ -527,11 +527,23 @@ def test_chunks_of_any_size_leave_ways_back(chunk: int) -> None:
     assert session.reused >= kept - chunk - 32
     assert_fresh(engine, session)
     # No more of them than multiples of the interval, and none at the end, where the state itself is.
-    assert len(engine.session().checkpoints) == 0
     whole = engine.session()
     whole.sync(tokens(330))
     assert len(whole.checkpoints) <= 330 // 32
     assert 330 not in whole.checkpoints.lengths()
+
+
+def test_each_way_back_is_copied_once(engine: ds4.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, made = engine.session(), []
+    checkpoint = session.state.checkpoint
+
+    def counted(logits: Any, length: int | None = None) -> Any:
+        made.append(checkpoint(logits, length))
+        return made[-1]
+
+    monkeypatch.setattr(session.state, "checkpoint", counted)
+    session.sync(tokens(340), chunk=256, boundaries=[70, 150, 230, 330])
+    assert [one.length for one in made] == [70, 150, 230, 256, 330] == session.checkpoints.lengths()
 
 
 def test_a_session_of_the_default_configuration_goes_back_to_multiples_of_128() -> None:

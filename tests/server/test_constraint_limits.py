@@ -114,7 +114,10 @@ def test_such_an_answer_is_a_400() -> None:
     with scripted(line('{"', "a1", obey=True)) as server:
         answer = server.post(body)
         assert answer.status_code == 400, answer.text
-        assert "cannot follow its schema" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert "cannot follow its schema" in error["message"]
+        assert error["param"] is None
+        assert server.worker.metrics.stats()["requests"]["failed"] == 1
         assert '"error"' in server.post({**body, "stream": True}).text
 
 

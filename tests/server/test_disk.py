@@ -106,6 +106,23 @@ def exact(worker: Worker) -> bool:
     return True
 
 
+@pytest.mark.parametrize("chunk", [48, 100, 128, 256])
+def test_the_beginning_of_a_new_prompt_is_stored_whatever_the_chunks(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine(), "prefill_chunk", chunk)
+    with killed(tmp_path) as worker:
+        ask(worker, text(1, 300), tokens=1)
+        prompt = len(worker.sessions()[0].tokens)
+        cold = stored(worker)[0]
+        # 32 tokens before the end, at a multiple of 64 or where the chunk before that ended.
+        assert prompt - 32 - 64 - chunk - 32 <= cold <= prompt - 32
+    with working(tmp_path) as worker:
+        reused = ask(worker, text(1, 300)[:-40] + " other", tokens=1).usage.reused
+        assert reused >= cold - 16
+        assert exact(worker)
+
+
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     with working(tmp_path) as worker:
         first = ask(worker, text(1))

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from ds4.chat.events import TextDelta
 from ds4.chat.rendered import Rendered
 from ds4.server.bodies import ClientGoneError
+from ds4.server.constraints import SchemaError
 from ds4.server.errors import ApiError
 from ds4.server.exchange import MOST_UNREAD, UNREAD, EventStream, Exchange
 from ds4.server.request import (
@@ -91,6 +92,21 @@ def test_what_is_not_taken_needs_no_grammar() -> None:
         with pytest.raises(QueueFullError):
             Exchange(Request({"type": "http"}), cast(Worker, Full()), chat, prompt, constraint)
         assert constraint.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_fault_that_is_known_is_told_whether_there_is_a_place_or_not() -> None:
+    class Full(Source):
+        def submit(self, *arguments: Any) -> Job:
+            raise QueueFullError("full")
+
+    async def main() -> None:
+        chat, prompt = ChatRequest("m", ()), Prompt(Rendered(""), [], b"")
+        constraint: Future[Any] = Future()
+        constraint.set_exception(SchemaError("nothing fits"))
+        with pytest.raises(SchemaError, match="nothing fits"):
+            Exchange(Request({"type": "http"}), cast(Worker, Full()), chat, prompt, constraint)
 
     asyncio.run(main())
 

@@ -22,7 +22,7 @@ from ds4.server.constraints import AnswerRules, Enforcement, Grammars, GrammarsB
 from ds4.server.constraints.schema import MAX_PARTS, Document
 from ds4.server.constraints.vocabulary import Vocabulary
 from ds4.server.request import Done, Failed, Reply
-from ds4.server.running import TimedJob, WaitingLine
+from ds4.server.running import MOST_PASSED, TimedJob, WaitingLine
 from tests.server.constraint_helpers import TOKENS, begin, schema_of, tools_of
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -369,9 +369,10 @@ def test_one_whose_grammar_is_made_takes_no_place_and_nobody_waits_behind_it() -
         line_of.put(job)
     assert line_of.patience(0.0) == inf
     assert line_of.take(1) is None
-    line_of.put(next_one)
-    assert line_of.patience(0.0) == 0.0
-    assert line_of.take(1) is next_one
+    for _ in range(2 * MOST_PASSED):
+        line_of.put(next_one)
+        assert line_of.patience(0.0) == 0.0
+        assert line_of.take(1) is next_one
     left.cancel()
     assert made[1].cancelled()
     assert line_of.take(1) is None
@@ -414,12 +415,14 @@ def test_a_worker_sleeps_while_a_grammar_is_made(way: str) -> None:
     elif way == "wrong":
         constraint.set_exception(SchemaError("nothing fits"))
         reply = last(replied)
+        assert worker.metrics.stats()["requests"]["failed"] == 0
         assert reply == Failed(400, "nothing fits")
         assert isinstance(reply, Failed)
         assert isinstance(reply.fault, SchemaError)
     elif way == "broken":
         constraint.set_exception(KeyboardInterrupt("no error that anybody expects"))
         assert last(replied) == Failed(500, "no error that anybody expects")
+        assert worker.metrics.stats()["requests"]["failed"] == 1
     elif way == "left":
         job.cancel()
         assert constraint.cancelled()

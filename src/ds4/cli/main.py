@@ -156,6 +156,8 @@ def _dump_tokens(options: Options, prompt: str) -> Callable[[], int]:
     from ds4.tokenizer import Tokenizer
 
     file = open_model(model_path(options))
+    if not file.has_tokenizer:
+        raise Ds4Error(f"the model {file.path} has no tokenizer, so it has no tokens of a text; use a complete file")
     tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
     context = min(options.context or file.shape.context, file.shape.context)
     ids = prompt_ids(tokenizer, prompt, options, context)

@@ -85,7 +85,8 @@ class Prefill:
         session.engine.step([(session, self.ids[start:end])], "keep" if end == len(self.ids) else "none")
         session.recomputed += end - start
         interval = session.engine.config.checkpoint_interval
-        if interval and start // interval < end // interval < end / interval and end < len(self.ids):
+        kept = end == len(self.ids) or end in self._cuts[:1]
+        if interval and start // interval < end // interval < end / interval and not kept:
             # Chunks of such a size end at few multiples of the interval, or at none.
             session._keep_checkpoint(wanted=False)
         while self._cuts and self._cuts[0] <= end:

@@ -131,10 +131,11 @@ def _wrong_tokens(tokens: Sequence[str], ordinary: set[str]) -> Iterator[str]:
         )
     missing = [byte for byte, char in enumerate(BYTE_ALPHABET) if char not in ordinary]
     if missing:
-        yield (
-            f"key {_TOKENS!r} lacks the token of {len(missing)} of the 256 bytes, first of byte 0x{missing[0]:02X}, "
-            f"expected all, without which text cannot be encoded; {DAMAGED}"
-        )
+        count = f"the token of {len(missing)} of the 256 bytes, first of byte 0x{missing[0]:02X}, expected"
+        if BYTE_ALPHABET[missing[0]] in counts:
+            yield f"key {_TYPES!r} takes as literal text {count} none, since text is encoded with them; {DAMAGED}"
+        else:
+            yield f"key {_TOKENS!r} lacks {count} all, without which text cannot be encoded; {DAMAGED}"
 
 
 def _wrong_merges(merges: Sequence[str], tokens: frozenset[str]) -> Iterator[str]:

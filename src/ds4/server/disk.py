@@ -243,20 +243,22 @@ class DiskCache:
         tokens, config = slot.session.tokens, self.config
         users = [i for i, token in enumerate(tokens) if token == self.tokenizer.user]
         if running.source == "none" and config.kv_cache_min_tokens <= len(tokens) <= config.kv_cache_cold_max_tokens:
-            self._save(slot, Reason.COLD, number, self._cold_length(tokens, users))
+            self._save(slot, Reason.COLD, number, self._cold_length(slot.session, users))
         # Where an edit of the last message leaves the prompt, and where the same prompt goes on.
         if users:
             self._grown(slot, number, users[-1])
         self._grown(slot, number, len(tokens))
 
-    def _cold_length(self, tokens: list[int], users: list[int]) -> int:
+    def _cold_length(self, session: Session, users: list[int]) -> int:
         """Where the part of a prompt ends that other conversations may begin with."""
         config = self.config
         if users and users[0] >= config.kv_cache_min_tokens:
             return users[0]
-        cut = len(tokens) - config.kv_cache_boundary_trim_tokens
+        cut = len(session.tokens) - config.kv_cache_boundary_trim_tokens
         cut -= cut % max(config.kv_cache_boundary_align_tokens, 1)
-        return cut if cut >= config.kv_cache_min_tokens else len(tokens)
+        # No chunk needs to end there.
+        there = session.checkpoints.best(cut)
+        return there.length if there and there.length >= config.kv_cache_min_tokens else len(session.tokens)
 
     def stepped(self, slot: Slot, number: int, count: int) -> None:
         """An answer has grown by so many tokens."""

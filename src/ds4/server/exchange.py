@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ds4.errors import RequestError
 from ds4.server.api.base import Answer
 from ds4.server.bodies import ClientGoneError
 from ds4.server.constraints import Enforcement
@@ -43,7 +44,9 @@ class Exchange:
         constraint: Future[Enforcement] | None = None,
         stall_seconds: float = 60.0,
     ) -> None:
-        """Submits the request. Raises as `Worker.submit`."""
+        """Submits the request. Raises as `Worker.submit`, or the constraint's error if that is known already."""
+        if constraint is not None and constraint.done() and isinstance(error := constraint.exception(), RequestError):
+            raise error  # whether there is a place or not
         self._loop = loop = asyncio.get_running_loop()
         self._replies: deque[Reply] = deque()
         self._waker: asyncio.Future[None] | None = None

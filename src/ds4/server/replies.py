@@ -58,12 +58,6 @@ class Replies:
         if job.request.n > 1:
             job.cancel()
 
-    def fault(self, job: TimedJob, error: RequestError) -> None:
-        """The failure of a request that holds nothing, by what is wrong with itself."""
-        log.info("request %d finish=error %s", job.number, error)
-        self._trace.write(job.number, "error", message=str(error))
-        self.fail(job, Failed(400, str(error), fault=error))
-
     def reject(self, job: TimedJob) -> None:
         """The failure of a request that was never admitted, as its rules cannot be enforced. From any thread.
 

@@ -163,6 +163,8 @@ def load_backend(config: ServerConfig) -> Backend:
 def _scripted(config: ServerConfig, script: Path, engine_config: EngineConfig) -> Backend:
     lines = load_script(script)
     file = open_model(config.model or embedded_model_path())
+    if not file.has_tokenizer:
+        raise Ds4Error(f"the model {file.path} has no tokenizer, so text cannot be served; use a complete file")
     tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
     return scripted_backend(lines, tokenizer, engine_config, config.scripted_kv_bytes, model_id(file.shape.name))
 

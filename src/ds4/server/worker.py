@@ -132,10 +132,8 @@ class Worker:
             self._check_takes()
             self._count += 1
             now = self._clock.now()
-            limit = self.config.request_timeout or inf
-            job = TimedJob(
-                self._count, request, prompt, deliver, post, arrived=now, deadline=now + limit, constraint=constraint
-            )
+            job = TimedJob(self._count, request, prompt, deliver, post, arrived=now, constraint=constraint)
+            job.deadline = now + (self.config.request_timeout or inf)
             self._waiting.put(job)
             self._idle = False
             self._changed.notify_all()
@@ -478,7 +476,8 @@ class Worker:
             except SchemaError as error:
                 # Its state is as good as before.
                 self._release(running)
-                self._replies.fault(running.job, error)
+                log.info("request %d finish=error %s", running.job.number, error)
+                self._replies.refuse(running.job, 400, str(error))
             except Exception as error:
                 log.exception("request %d failed", running.job.number)
                 self._fail(running, 500, text_of(error))
