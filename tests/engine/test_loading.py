@@ -60,9 +60,17 @@ def test_missing_and_wrong_tensors_are_named() -> None:
     with pytest.raises(ds4.Ds4Error, match=r"tensor blk\.9\.attn_kv\.weight is unknown"):
         ds4.from_tensors(SMALL, {**tensors, "blk.9.attn_kv.weight": torch.ones(3)})
     table = next(name for name, tensor in tensors.items() if not tensor.is_floating_point())
-    for name, kind in ((table, torch.float32), ("output_norm.weight", torch.int32), ("output.weight", torch.complex64)):
+    for name, kind in (
+        (table, torch.float32),
+        ("output_norm.weight", torch.int32),
+        ("output.weight", torch.complex64),
+        ("output.weight", torch.float8_e4m3fn),
+    ):
         with pytest.raises(ds4.Ds4Error, match=rf"tensor {name} has dtype {kind}, but"):
             ds4.from_tensors(SMALL, {**tensors, name: tensors[name].to(kind)})
+    for expert in (-1, SMALL.experts):
+        with pytest.raises(ds4.Ds4Error, match=rf"tensor {table} holds numbers that are no experts"):
+            ds4.from_tensors(SMALL, {**tensors, table: torch.full_like(tensors[table], expert)})
     tensors["output_norm.weight"] = torch.ones(3)
     with pytest.raises(ds4.Ds4Error, match=r"output_norm\.weight has shape \(3,\), but \(32,\)"):
         ds4.from_tensors(SMALL, tensors)

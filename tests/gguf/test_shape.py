@@ -84,6 +84,7 @@ def test_custom_allows_floats_everywhere_and_blocks_where_they_fit():
         ({"rms_eps": float("nan")}, "rms_eps is nan"),
         ({"route_scale": -1.0}, "route_scale is -1.0"),
         ({"rope_dim": 63}, "rope_dim is 63"),
+        ({"head_dim": 511}, "head_dim is 511, expected an even number"),
         ({"index_dim": 32}, "rope_dim is 64, expected an even number of at most 32"),
         ({"o_groups": 3}, "o_groups is 3"),
         ({"experts_used": 9}, "experts_used is 9"),

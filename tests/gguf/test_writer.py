@@ -167,7 +167,7 @@ def test_any_shape_comes_back(tmp_path, data):
     layers, groups, sparse = number(3), number(3), number(5)
     rope = 2 * number(4)
     shape = Shape(
-        name="custom", layers=layers, hidden=number(9), heads=groups * number(3), head_dim=rope + number(5),
+        name="custom", layers=layers, hidden=number(9), heads=groups * number(3), head_dim=rope + 2 * number(3),
         rope_dim=rope,
         q_lora_rank=number(9), o_groups=groups, o_lora_rank=number(9), window=number(2**31 - 1),
         ratios=tuple(number(6, 0) for _ in range(layers)), index_heads=number(5), index_dim=rope + number(5),

@@ -174,7 +174,7 @@ def test_more_requests_than_sessions_wait_and_a_full_queue_refuses() -> None:
     prompts = [request(f"q{i}") for i in range(5)]  # two that run at once are not counted, though nobody took them yet
     for one in prompts:
         submitted(worker, one, lambda reply: None)
-    with pytest.raises(QueueFullError, match=r"5 requests are waiting already .--max-queue"):
+    with pytest.raises(QueueFullError, match=r"requests waiting already: 5 .--max-queue"):
         submitted(worker, prompts[0], lambda reply: None)
     assert worker.status() == {"waiting": 5, "running": 0, "sessions": 0}
     worker.start()

@@ -19,6 +19,8 @@ from ds4.model.deepseek_v4 import DeepseekV4, IndexSelection
 from ds4.model.weights import FileSource, ModelWeights, TensorSource
 from ds4.tokenizer import Tokenizer
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_WHOLE = (torch.int32, torch.int64)
 ONE_THREAD_HIDDEN = 512
 """Hidden size up to which one thread is used by default: products this small spend more time on sharing the work than
 they save. Measured with the Tiny shape on two cores that were busy: 52 tokens/s with one thread, 11 with two."""
@@ -109,9 +111,11 @@ def from_tensors(
         if tuple(tensors[name].shape) != spec.dims[::-1]:
             raise Ds4Error(f"tensor {name} has shape {tuple(tensors[name].shape)}, but {spec.dims[::-1]} is needed")
         table = GGMLQuantizationType.I32 in spec.types
-        if tensors[name].is_floating_point() == table or tensors[name].is_complex():
-            kind = "whole numbers" if table else "floating-point numbers"
-            raise Ds4Error(f"tensor {name} has dtype {tensors[name].dtype}, but {kind} are needed")
+        if tensors[name].dtype not in (_WHOLE if table else _FLOATS):
+            kinds = ", ".join(str(kind) for kind in (_WHOLE if table else _FLOATS))
+            raise Ds4Error(f"tensor {name} has dtype {tensors[name].dtype}, but one of {kinds} is needed")
+        if table and not 0 <= int(tensors[name].min()) <= int(tensors[name].max()) < shape.experts:
+            raise Ds4Error(f"tensor {name} holds numbers that are no experts; they are from 0 to {shape.experts - 1}")
     if config and config.threads is not None:
         torch.set_num_threads(config.threads)
     model = DeepseekV4(ModelWeights.load(TensorSource(shape, tensors)), qat_sim)

@@ -92,6 +92,9 @@ class Shape:
                 f"shape: rope_dim is {self.rope_dim}, expected an even number of at most {rope_limit} "
                 f"(head_dim, and index_dim where there is an indexer)"
             )
+        if self.head_dim % 2:
+            # The last bits of a product of odd rows depend on what is computed beside it.
+            raise Ds4Error(f"shape: head_dim is {self.head_dim}, expected an even number")
         if self.heads % self.o_groups:
             raise Ds4Error(f"shape: o_groups is {self.o_groups}, expected a divisor of heads ({self.heads})")
         if self.experts_used > self.experts:

@@ -157,7 +157,7 @@ class Worker:
             error = ShuttingDownError("the worker has ended; see the server's log, and start the server again")
         # Those for which there is room do not wait; they only have not been taken yet.
         elif self.config.max_queue and len(self._waiting) - self._slots.free >= self.config.max_queue:
-            error = QueueFullError(f"{len(self._waiting)} requests are waiting already (--max-queue); try again later")
+            error = QueueFullError(f"requests waiting already: {len(self._waiting)} (--max-queue); try again later")
         if error is not None:
             self.metrics.refused()
             raise error

@@ -128,11 +128,27 @@ def _meant(schema: Mapping[str, Any]) -> list[str]:
     return [kind for kind, keywords in _OTHERS.items() if not keywords.isdisjoint(schema)]
 
 
+def _excludes_strings(part: Any, document: Document, where: str) -> bool:
+    """Whether no string can follow a part, as far as its own keywords say."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(part, Mapping) or "$ref" not in part:
+            break
+        part = document.target(part["$ref"], where)
+    if not isinstance(part, Mapping):
+        return part is False
+    types = types_of(part, where)
+    if types is None and _STRING.isdisjoint(part):
+        types = tuple(_meant(part)) or None
+    return types is not None and "string" not in types
+
+
 def _combined(schema: Mapping[str, Any], key: str, document: Document, where: str, depth: int) -> Forms:
     if depth >= _MAX_DEPTH:
         raise SchemaError(f"{where}: {key} is nested too deeply")
     beside = {name: value for name, value in schema.items() if name not in (key, "$defs", "definitions")}
     if key == "allOf":
+        if any(_excludes_strings(part, document, where) for part in (beside, *schema[key])):
+            return Forms([], [schema])  # JSON, whose grammar combines more than is combined here
         whole = beside
         for part in schema[key]:
             if isinstance(part, Mapping) and "$ref" in part and len(part) == 1:
