@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from anthropic import Anthropic
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 TOOL: Any = {
     "name": "get_weather",
@@ -69,4 +69,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIConnectionError:
+        sys.exit("no server answers at that address: start one with `make serve`")

@@ -24,6 +24,7 @@ from ds4.engine import Engine
 from ds4.process import exit_at_interrupt
 from tests.cli.conftest import Screen
 from tests.cli.scripted import scripted_engine
+from tests.helpers import random_engine
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -151,6 +152,15 @@ def test_dump_tokens(run: Run, tokenizer: ds4.Tokenizer) -> None:
     ids = [int(line.split()[1]) for line in out.splitlines()]
     rendered = ds4.chat.render([{"role": "user", "content": "Hello"}], thinking=False)
     assert (status, ids) == (0, tokenizer.encode_chat(rendered))
+
+
+def test_a_file_without_a_tokenizer_is_not_called_damaged(run: Run, tmp_path: Path) -> None:
+    random_engine(qat_sim=False).save_gguf(tmp_path / "mute.gguf")
+    for more in (["--dump-tokens"], []):
+        status, out, err = run("-m", str(tmp_path / "mute.gguf"), "-p", "Hello", *more)
+        assert (status, out) == (1, "")
+        assert "no tokenizer" in err
+        assert "damaged" not in err
 
 
 def test_dump_logits_and_consistency(run: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,30 @@ def test_streamed_and_whole_answers_are_the_same(tiny: Running, question: str) -
     assert finish == whole.finish_reason
 
 
+def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("tool_loop", ["Hi?"]), ("continue_live", [])])
+def test_an_example_without_a_server_says_what_to_do(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    without_proxies(monkeypatch)
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("sys.argv", [str(example), *arguments, f"http://127.0.0.1:{taken.getsockname()[1]}"])
+        with pytest.raises(SystemExit, match="start one with `make serve`"):
+            runpy.run_path(str(example), run_name="__main__")
+
+
 def test_the_example_of_live_continuation(
     tiny: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "continue_live.py"
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
+    without_proxies(monkeypatch)
     monkeypatch.setattr("sys.argv", [str(example), tiny.url])
     runpy.run_path(str(example), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

@@ -115,6 +115,9 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "mute.gguf", shape, tensors, qat_sim=False)
     with pytest.raises(Ds4Error, match="no tokenizer"):
         load_backend(ServerConfig(model=tmp_path / "mute.gguf"))
+    (tmp_path / "script").write_text('{"pieces": ["x"]}\n')
+    with pytest.raises(Ds4Error, match=r"mute\.gguf has no tokenizer"):
+        load_backend(ServerConfig(model=tmp_path / "mute.gguf", scripted=tmp_path / "script"))
 
 
 def test_the_layout_of_the_experts_is_passed_on_and_logged(

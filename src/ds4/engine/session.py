@@ -86,7 +86,7 @@ class Prefill:
         session.recomputed += end - start
         interval = session.engine.config.checkpoint_interval
         kept = end == len(self.ids) or end in self._cuts[:1]
-        if interval and start // interval < end // interval < end / interval and not kept:
+        if interval and end % interval and end // interval > start // interval and not kept:
             # Chunks of such a size end at few multiples of the interval, or at none.
             session._keep_checkpoint(wanted=False)
         while self._cuts and self._cuts[0] <= end:
